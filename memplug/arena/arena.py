@@ -108,7 +108,8 @@ class Arena:
             self._native.open_arena(kind, index, checks)
         except RuntimeError as error:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}", code="MP006") from None
-        self._leave: weakref.finalize | None = None  # set while it serves; also runs when this object is collected
+        # set while a plan is loaded; also called when this object is garbage-collected
+        self._leave: weakref.finalize | None = None
 
     def serve(self, tables: ArenaTables) -> None:
         """Serve this plan from the next step on; blocks of earlier plans stay valid.
@@ -121,7 +122,8 @@ class Arena:
         """
         if self.device.type != "cpu" and not self.serving:
             torch.get_device_module(self.device).empty_cache()
-        if self._leave is None:  # before `load_arena`, whose memory must not count as in use by training
+        # This comes before `load_arena`, so that the arena's memory does not count as in use by training.
+        if self._leave is None:
             try:
                 self._stand_in_front(True)
             except RuntimeError as error:
@@ -198,7 +200,7 @@ class Arena:
     def close(self) -> None:
         """Stop serving, and release memory that is not in use.
 
-        The rest of the memory is released when its last block is freed. A second call does nothing.
+        Memory in use is released when its last block is freed. A second call does nothing.
         """
         if self._leave is not None:
             self._leave()
@@ -216,13 +218,13 @@ class Arena:
 
 
 def _leave(core: object, stand_in_front: Callable[[bool], None]) -> None:
-    """Release memory not in use, and give torch its allocator back (on CUDA, once the last block is freed)."""
+    """Release memory that is not in use, and step aside for torch's allocator (on CUDA, once all blocks are freed)."""
     core.close_arena()
     stand_in_front(False)
 
 
 def _check_cuda(core: object) -> None:
-    torch.cuda.init()  # until then, torch's allocator has no devices
+    torch.cuda.init()  # before this call torch's allocator has no devices
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise ArenaError(

@@ -54,7 +54,7 @@ class _Waits:
     """The times at which streams have waited for the work of another stream.
 
     The constructor walks backward through the orderings. For each ordering it stores when each of `streams` has waited
-    for all earlier work of the stream `before`. For the stream `before` itself it stores `_LONG_AGO`.
+    for all earlier work of the ordering's stream `before`; for that stream itself, `_LONG_AGO`.
     """
 
     def __init__(self, orderings: np.ndarray, streams: list[int]) -> None:
@@ -71,7 +71,11 @@ class _Waits:
             reached[before] = self._reached[row] = np.minimum(reached.get(before, unreached), through)
 
     def until(self, holder: int, asker: int, freed: np.ndarray) -> np.ndarray:
-        """Return when `asker` has waited for `holder`'s work up to each time in `freed`, or NEVER. int64[n]."""
+        """Return when stream `asker` has waited for stream `holder`'s work up to each time in `freed`.
+
+        Returns:
+            int64[n]; NEVER where `asker` does not wait.
+        """
         own = np.flatnonzero(self._orderings["before"] == holder)
         following = np.searchsorted(self._orderings["time"][own], freed, "left")
         return np.append(self._reached[own, self._column[asker]], NEVER)[following]
@@ -86,7 +90,7 @@ class _Arena:
     """
 
     def __init__(self, places: int, until: list[int]) -> None:
-        self._until = [*until, _LONG_AGO]  # the last entry is for _NOBODY
+        self._until = [*until, _LONG_AGO]  # the last entry is that of _NOBODY, which holds nothing
         self._end = [0] * (places + 1)
         self._user = [_NOBODY] * (places + 1)
         self._end[0] = places
@@ -99,7 +103,7 @@ class _Arena:
         self._bit = [1 << i for i in range(max(bits, len(self._words)) + 1)]
 
     def use(self, begin: int, end: int, user: int, now: int) -> int:
-        """Give [begin, end) to `user`, unless another user still holds bytes of it; return that other user, or -1."""
+        """Give [begin, end) to `user`, or return another user that still holds bytes of it; _NOBODY: none does."""
         ends, users, until = self._end, self._user, self._until
         stretch = first = self._stretch(begin)
         while True:
@@ -121,7 +125,7 @@ class _Arena:
         return _NOBODY
 
     def _stretch(self, place: int) -> int:
-        """Return the first place of the stretch around `place`."""
+        """Return the first place of the stretch that contains `place`."""
         number = place >> self._shift
         word = self._words[number] & ((self._bit[place & self._within] << 1) - 1)
         if not word:
@@ -155,7 +159,7 @@ def _sweep(
     now = table["lower"][rows]
     order = np.argsort(now, kind="stable")  # at equal times, holders come first
     if not same:
-        now[: len(holding)] = NEVER  # no user holds bytes that long, so rows of `holding` always get theirs
+        now[: len(holding)] = NEVER  # no buffer holds its bytes until then, so `use` refuses no row of `holding`
         user[len(holding) :] = _NOBODY
     places, begin_and_end = np.unique(np.concatenate([offsets[rows], ends[rows]]), return_inverse=True)
     begin, end = begin_and_end.reshape(2, -1)
@@ -169,7 +173,7 @@ def _sweep(
 
 
 def _share(offsets: np.ndarray, ends: np.ndarray, mine: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return which rows of `mine` share a byte with a row of `others`, even at different times. bool[n]."""
+    """Return which rows of `mine` share a byte with a row of `others`, at whatever times. bool[n]."""
     order = others[np.argsort(offsets[others])]
     furthest = np.concatenate([[-1], np.maximum.accumulate(ends[order])])
     return furthest[np.searchsorted(offsets[order], ends[mine], "left")] > offsets[mine]

@@ -15,7 +15,7 @@ from memplug.arena.plan.part import AddressPlan
 from memplug.arena.tables import ArenaTables
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
-SPARE_SHARE = 0.25  # of the bytes needed: an annex has no plan, and places requests as they come
+SPARE_SHARE = 0.25  # of the bytes needed: an annex has no planned addresses, so it fragments
 CROWDED_STEPS = 3  # consecutive steps in which the annex was too small, after which it grows
 GROWTH = 1.5
 MOST = 2.0  # largest annex, as a multiple of the most bytes that displaced requests have in use at once
@@ -33,7 +33,7 @@ class LeftoverRoom:
         self.begin()
 
     def begin(self) -> None:
-        """Start without an annex: a plan was just installed."""
+        """Start without an annex, under a plan that was just installed."""
         self._bytes = self._crowded_steps = 0
         self._refused = False
 
@@ -70,7 +70,7 @@ class LeftoverRoom:
 
 
 def displaced_bytes(plan: AddressPlan, tables: ArenaTables, held: list[tuple[int, int]]) -> int:
-    """Return the most bytes in use at once by requests whose planned bytes overlap bytes that leftovers hold.
+    """Return the most bytes that displaced requests have in use at once.
 
     Args:
         plan: the plan in force.

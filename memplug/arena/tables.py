@@ -1,7 +1,8 @@
 """The tables that the native arena reads: the requests of each place in program order, with their addresses.
 
 In this file a group is a list of spaces (ranges of bytes in the arena) that no planned request uses in a window of
-time. Groups serve requests that have no planned address, or whose planned address is in use.
+time. Groups serve requests that have no planned address, or whose planned address is in use. A slot is a range of bytes
+for one block that outlives steps. Slots of one size and stream form a slot class, and are interchangeable.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ PLANNED_REQUEST = np.dtype(  # in program order within each place
     ]
 )
 KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the kept part; slot class
-DYNAMIC_REQUEST = np.dtype(  # in program order within each place; its last row stands for all further requests
-    [("phase", "<i4"), ("layer", "<i4"), ("group", "<i4")]  # group -1: not served
+DYNAMIC_REQUEST = np.dtype(  # in program order within each place; a place's last row stands for all further requests
+    [("phase", "<i4"), ("layer", "<i4"), ("group", "<i4")]  # group -1: torch's allocator serves the request
 )
 IDLE_SPACE = np.dtype([("begin", "<i8"), ("end", "<i8"), ("group", "<i4")])  # by group, then by address
 
@@ -70,7 +71,7 @@ class ArenaTables:
     rows: np.ndarray
 
 
-PARTS = 32  # equal parts of a step; windows of time begin and end at their borders
+PARTS = 32  # a step is divided into this many equal parts; windows of time begin and end at their borders
 
 Spaces = tuple[tuple[int, int], ...]
 
@@ -136,7 +137,7 @@ def _requests(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the requests, of dtype PLANNED_REQUEST, and the row of each, int64[n].
 
-    Leave out buffers that the step before left, since this step does not request them.
+    Buffers that the step before left are not among them, since this step does not request them.
     """
     table = problem.buffers
     rows = np.flatnonzero((table["lower_phase"] >= 0) & (stream < MOST_STREAMS))
@@ -191,7 +192,7 @@ def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
 
 
 def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
-    """Return groups of spaces that are unused from a step's beginning on, the longest unused first.
+    """Return groups of spaces that are unused at the beginning of a step, the longest unused first.
 
     Memory that is allocated between two steps, such as a batch, may stay in use for a while in the next step.
     """
@@ -201,9 +202,9 @@ def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:
 
 
 def _idle_meanwhile(plan: AddressPlan, rows: np.ndarray) -> tuple[list[Spaces], np.ndarray]:
-    """Return groups of spaces, and for each row the group that is unused during the row's lifetime, int64[n].
+    """Return groups of spaces, and for each row the group whose spaces are unused during its lifetime, int64[n].
 
-    The group serves the row's request if the planned bytes are not free.
+    If the planned bytes of a row's request are not free, this group serves the request.
     """
     table = plan.problem.buffers[rows]
     end = max(1, int(plan.problem.buffers["upper"].max(initial=1)))
@@ -242,7 +243,7 @@ class _Used:
         }
 
     def masks(self, begins: np.ndarray, ends: np.ndarray, own: np.ndarray) -> np.ndarray:
-        """Return for each range of bytes a bitset of the streams that use any of it, except stream `own`. uint64[n]."""
+        """Return for each range of bytes a bitset of the streams, other than `own`, that use any of it. uint64[n]."""
         masks = np.zeros(len(begins), np.uint64)
         for number, (first, last) in self._merged.items():
             above = np.searchsorted(last, begins, "right")
@@ -251,7 +252,7 @@ class _Used:
         return masks
 
     def by_others(self, spaces: Spaces, own: int) -> int:
-        """Return the bitset of the streams that use any byte of these spaces, except stream `own`."""
+        """Return the bitset of the streams, other than `own`, that use any byte of these spaces."""
         begins, ends = (np.array([space[side] for space in spaces], np.int64) for side in (0, 1))
         return int(np.bitwise_or.reduce(self.masks(begins, ends, np.full(len(spaces), own)), initial=0))
 

@@ -39,19 +39,19 @@ from memplug.session.given import Given
 from memplug.session.technique import Technique
 from memplug.words import size
 
-MISMATCHED_SHARE = 0.01  # of a step's requests: a step with more mismatched requests counts against the plan
-MISMATCHED_STEPS = 3  # consecutive steps against the plan, after which a new one is made
-DIFFERING_SHARE = 0.01  # of the requests: two steps that differ in more are not alike
+MISMATCHED_SHARE = 0.01  # a step counts against the plan if more than this share of its requests do not fit the plan
+MISMATCHED_STEPS = 3  # after this many such steps in a row, memplug makes a new plan
+DIFFERING_SHARE = 0.01  # two steps are alike if at most this share of their requests differ
 MOST_RECORDED_STEPS = 8
-MOST_AMENDMENTS = 16  # of one plan
+MOST_AMENDMENTS = 16  # how often one plan may be amended: made again with longer lifetimes, see `_amend`
 
 
 class ArenaState(enum.Enum):
     """The states of the arena."""
 
-    WAITING = "waiting"  # until a program repeats
-    RECORDING = "recording"  # a step to plan from
-    PLANNING = "planning"  # while training goes on, served by torch's allocator
+    WAITING = "waiting"  # no program has repeated yet
+    RECORDING = "recording"  # the next step is recorded, to plan from it
+    PLANNING = "planning"  # training goes on meanwhile, served by torch's allocator
     SERVING = "serving"
     OFF = "off"
 
@@ -63,7 +63,7 @@ class Addresses:
     Attributes:
         plan: the arena's part of the plan.
         tables: the same plan, as the native arena reads it.
-        amendments: how often the plan was amended.
+        amendments: how often the plan was amended, see `MOST_AMENDMENTS`.
         source: origin of the plan, in words for the log; "" once the addresses have been installed.
         gradients_stay: see `memplug.plans.schema.TrainingPart`.
     """
@@ -115,11 +115,11 @@ class PlannedAddresses(Technique[Addresses]):
         self._recorded: list[Trace] = []
         self._steps = 0  # steps since the last withdrawal, or since remembered addresses were installed
         self._mismatched_steps = 0
-        self._patience = 1  # the next new plan waits until `_steps` reaches this; each new plan sets it to 2 * `_steps`
+        self._patience = 1  # `_steps` must reach this before another new plan, which then sets it to 2 * `_steps`
         self._beginning = self._before = arena.counters()  # not 0 if an earlier session used the arena
         self.step = self._before.since(self._before)
         self._withheld: tuple[Pass, ...] = ()  # passes of the next step whose requests torch's allocator serves
-        self._is_first = True  # until the first step has ended
+        self._is_first = True  # whether the session's first step has not ended yet
         self._was_withheld = False  # whether the step that ended last had withheld passes
         self._room = LeftoverRoom(arena)
 
@@ -174,8 +174,6 @@ class PlannedAddresses(Technique[Addresses]):
     def end_step(self) -> None:
         """Stop serving until the next step begins, and read the counts of the step that ends.
 
-        Until the next step begins, all requests are memplug's own.
-
         Raises:
             ArenaError: with checks, a stray write was found.
         """
@@ -199,7 +197,7 @@ class PlannedAddresses(Technique[Addresses]):
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> Addresses | None:
-        """Return addresses for the recorded step, or amended ones if those in force do not fit; None: nothing new.
+        """Return new addresses: for the recorded step, or amended ones if blocks were freed late; else None.
 
         Raises:
             LayoutError: no planner found addresses that the judge accepts.
@@ -210,7 +208,8 @@ class PlannedAddresses(Technique[Addresses]):
             self._state = ArenaState.RECORDING
         elif self._state is ArenaState.RECORDING and trace is not None:
             return self._take(trace)
-        elif self._state is ArenaState.SERVING and not self._was_withheld:  # a step with withheld passes is not typical
+        # a step with withheld passes says nothing about the plan
+        elif self._state is ArenaState.SERVING and not self._was_withheld:
             if self._room.end_step(self.step, self._serving.plan, self._serving.tables):
                 self._mismatched_steps = 0
                 return None
@@ -302,7 +301,7 @@ class PlannedAddresses(Technique[Addresses]):
         )
 
     def _take(self, trace: Trace) -> Addresses | None:
-        """Plan from the second of two steps that are alike, since it shows which blocks outlived the first."""
+        """Plan from the later of two steps that are alike, since it shows which blocks outlived the step before."""
         self._recorded.append(trace)
         recorded = self._recorded
         if len(recorded) < 2 or not (_alike(*recorded[-2:]) or len(recorded) >= MOST_RECORDED_STEPS):
@@ -320,7 +319,7 @@ class PlannedAddresses(Technique[Addresses]):
         """
         step = self.step
         asked = step.from_arena + step.mismatched
-        unknown = step.unplanned > MISMATCHED_SHARE * asked  # so many unplanned requests belong to another program
+        unknown = step.unplanned > MISMATCHED_SHARE * asked  # if so, another program runs, and amending does not help
         is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 
@@ -347,7 +346,7 @@ class PlannedAddresses(Technique[Addresses]):
 
 
 def _alike(one: Trace, other: Trace) -> bool:
-    """Return whether two steps make the same requests in any order, except for a share of `DIFFERING_SHARE`.
+    """Return whether two steps make the same requests, in any order, except for at most `DIFFERING_SHARE` of them.
 
     Dynamic requests and requests of validations are not compared.
     """

@@ -22,17 +22,18 @@ from memplug.torch_private import empty_host_cache
 from memplug.words import size
 
 Relief = tuple[str, int]
-"""An event around a request that failed, and its bytes. First the request "failed". Then tensors on their way out were
-"released", idle tensors "left", or tensors on their way back "turned back". In the end the request was "served", or
-"given up" (0 bytes)."""
+"""One event of the handling of a failed request, and its bytes. First, the request "failed". Then tensors on their way
+out were "released", idle tensors "left", or tensors on their way back were "turned back". In the end the request was
+"served", or "given up" (0 bytes)."""
 
 
 class InForce:
     """The native core's swapping; inactive until `watch` or `swap` is called.
 
-    From then on, if a request for device memory fails inside a step, memplug frees memory and tries again. It releases
-    tensors on their way out; offloads idle tensors, in the order of memplug/swap/native/short_step.cpp; and leaves
-    tensors on the host that are on their way back (Chameleon, section 6.3, algorithm 3).
+    From then on, if a request for device memory fails inside a step, memplug frees memory and tries again. First it
+    releases tensors that are on their way out. Then it offloads idle tensors, in the order of
+    memplug/swap/native/short_step.cpp. Last, it lets tensors that are on their way back stay on the host (Chameleon,
+    section 6.3, algorithm 3).
 
     Args:
         device: the device that trains.
@@ -63,10 +64,11 @@ class InForce:
         self._pool: HostPool | None = None
         self._swapper: Any = None
         self._catches = False
-        self._loaded: list[Any] = []  # the swapper in force; dropped if the session is deleted without `detach`
+        # the swapper in force, which the finalizer drops if the session is deleted without `detach`
+        self._loaded: list[Any] = []
         self._finalizer = weakref.finalize(self, _drop, core, self._loaded, str(device.torch_device))
         self._finalizer.atexit = False
-        self._former: dict[str, int] = {}  # sums of earlier lists' counters
+        self._former: dict[str, int] = {}  # counters of earlier lists, summed
 
     @property
     def counters(self) -> dict[str, int]:
@@ -128,14 +130,14 @@ class InForce:
             if pool is not None:
                 pool.close()
             elif self._device.kind == "cuda" and passive:
-                empty_host_cache()  # pinned memory of tensors that left because a request failed
+                empty_host_cache()  # frees the pinned memory of tensors that left because a request failed
         self._loaded.clear()
         if self._catches:
             self._catch(False)
         return is_empty
 
     def begin_step(self) -> None:
-        """Begin to swap, as a step begins."""
+        """Begin to swap in a step that begins."""
         if self._swapper is not None:
             self._core.begin_swap_step()
 
@@ -149,27 +151,28 @@ class InForce:
             self.has_failed = any(kind == "given up" for kind, _ in events)
 
     def measure(self, *, waits: bool = False, operators: bool = False) -> None:
-        """Measure from now on how long operators wait for copies, and how long they take otherwise (`operators`)."""
+        """Measure from now on how long operators wait for copies (`waits`), and how long they run (`operators`)."""
         if self._swapper is not None:
             self._swapper.measure(waits, operators)
 
     def waited_s(self) -> float | None:
-        """Return the seconds that operators waited for copies; None if the device is not done, or nothing is in force.
+        """Return the seconds that operators waited for copies; on the CPU, the seconds that its copies took.
 
-        On the CPU, which makes the copies itself, these are the seconds that the copies took.
+        Returns:
+            None while the device still works on the step, or if nothing is in force.
         """
         return None if self._swapper is None else self._swapper.waited_s()
 
     def operators_s(self, clock: Clock) -> np.ndarray | None:
-        """Return the seconds that each place of a clock took in the measured step, without waits for copies.
+        """Return how long each outermost operator ran in the measured step, without its waits for copies.
 
-        The host waits until the device is done.
+        The host waits until the device is done with the step.
 
         Args:
             clock: the clock of the measured step.
 
         Returns:
-            float64[places]; None if the operators that were measured are not those of the clock.
+            Seconds, float64[places]; None if nothing was measured, or other operators than those of `clock`.
         """
         self._device.synchronize()
         measured = None if self._swapper is None else self._swapper.operators_s()
@@ -195,13 +198,13 @@ class InForce:
 
     def _catch(self, on: bool) -> None:
         if self._device.kind == "cuda":
-            torch.cuda.init()  # CUDA has no allocator to stand in front of before this call
+            torch.cuda.init()  # before this call torch has no CUDA allocator to stand in front of
         try:
             self._core.catch_out_of_memory(on, str(self._device.torch_device), self._explain if on else None)
         except RuntimeError as error:
             text = f"memplug cannot catch requests for memory that fail: {str(error).splitlines()[0]}"
             raise SwapError(text, code="MP015") from None
-        self._core.take_relief_events()  # discards the events of a session that ended within a step
+        self._core.take_relief_events()  # discards events that a session left when it ended within a step
         self._catches = on
 
 

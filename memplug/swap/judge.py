@@ -93,7 +93,8 @@ def mistakes_of_swaps(swaps: Sequence[JudgedSwap], step: Trace, limits: ListLimi
     is_outermost = step.operators["depth"] == 0
     place_of = np.maximum(np.add.accumulate(is_outermost, dtype=np.int64) - 1, 0)
     count = int(is_outermost.sum())
-    used_at = place_of + (step.operators["depth"] < 0)  # a use outside of the program counts for the next place
+    # a use outside of the program counts as one at the next place
+    used_at = place_of + (step.operators["depth"] < 0)
     # code after the program, such as the optimizer
     behind = (np.cumsum(is_outermost) == count) & (step.operators["depth"] == -1)
     place_of[int(behind.argmax()) if behind.any() else len(behind) :] = count
@@ -122,11 +123,11 @@ def mistakes_of_places(part: JudgedPart) -> Iterator[str]:
         yield "an anchor is at a place without an operator"
     for number, target in enumerate(part.targets):
         if target.nbytes <= 0:
-            yield f"swap {number} is of {target.nbytes} bytes"
+            yield f"swap {number} has a size of {target.nbytes} bytes"
         if not -1 <= target.last_use < target.release < target.prefetch <= target.next_use <= operators:
             yield f"swap {number} is not in order: used, released, prefetched, used again"
         if target.last_use >= 0 and target.operator not in part.names:
-            yield f"swap {number} is used last by {target.operator}, which the program does not run"
+            yield f"swap {number} has its last use by {target.operator}, which the program does not run"
         if target.last_use < 0 and target.key not in keys:
             yield f"swap {number} is offloaded as the step begins, and no anchor tells which tensor it is"
     if any(not 0 <= name < len(part.names) for name in (*part.program, *itertools.chain(*beyond))):
@@ -140,12 +141,12 @@ def _of_one(
 ) -> Iterator[str]:
     name = f"swap {number}"
     if not 0 <= swap.tensor < len(step.tensors):
-        yield f"{name} is of tensor {swap.tensor}, which the step does not have"
+        yield f"{name} names tensor {swap.tensor}, which the step does not have"
         return
     if swap.nbytes != step.tensors["nbytes"][swap.tensor] or swap.nbytes <= 0:
-        yield f"{name} is of {swap.nbytes} bytes, but its tensor of {step.tensors['nbytes'][swap.tensor]}"
+        yield f"{name} has a size of {swap.nbytes} bytes, but its tensor has {step.tensors['nbytes'][swap.tensor]}"
     if swap.tensor in others:
-        yield f"{name} is of a tensor that another technique decides on"
+        yield f"{name} names a tensor that another technique decides on"
     if not -1 <= swap.last_use < swap.release < swap.prefetch <= swap.next_use <= count:
         yield f"{name} is not in order: used, released, prefetched, used again"
         return
@@ -155,9 +156,9 @@ def _of_one(
         if 0 <= operator < count and operator not in using:
             yield f"{name}: operator {operator}, its {what} use, does not use it"
     if swap.last_use < 0 and uses["output"][uses["operator"] == uses["operator"][:1]].all():
-        yield f"{name} is of a tensor that is not there as the step begins"
+        yield f"{name} names a tensor that does not exist as the step begins"
     if ((using > swap.last_use) & (using < swap.next_use)).any():
-        yield f"{name} is of a tensor that is used while it is swapped"
+        yield f"{name} names a tensor that is used while it is swapped"
 
 
 def _twice_away(swaps: Sequence[JudgedSwap]) -> Iterator[str]:
@@ -181,7 +182,7 @@ def _above_the_budget(
     for event in step.events.tolist():
         kind, request, nbytes, _, operator = event[:5]
         operator = int(place_of[operator]) if operator >= 0 else -1
-        # An operator without requests has as many bytes in use as the last event before it left.
+        # While an operator without requests runs, the bytes in use are those after the last event before it.
         for passed in range(at, min(max(operator, 0) + 1, len(away))):
             worst, where = max((worst, where), (in_use - away[passed], passed))
         at = max(at, operator, 0)
@@ -200,10 +201,10 @@ def _above_the_budget(
 def _late(swaps: Sequence[JudgedSwap], limits: ListLimits) -> Iterator[str]:
     """Yield a mistake if the copies due within some stretch of the step need more time than the link has there.
 
-    A copy to the host is due between the end of the last use and the release, a copy to the device between the prefetch
-    and the next use. For each stretch the judge grants the time in which the link is free, plus all the waiting that
-    the plan predicts for the step, since that may come in any stretch. So the judge refuses no possible list, but may
-    accept one that needs slightly more time than there is.
+    A copy to the host is due between the end of the last use and the release; a copy to the device is due between the
+    prefetch and the next use. The judge grants each stretch the time in which the link is free. It also grants all the
+    waiting that the plan predicts for the step, since all of it may fall into this stretch. So the judge refuses no
+    possible list, but may accept one that needs slightly more time than there is.
     """
     begin_s = [0.0, *np.cumsum(limits.operator_s).tolist()]
     directions = (

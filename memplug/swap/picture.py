@@ -32,7 +32,7 @@ PICTURE = SwapPicture()
 
 
 def swaps(plan: MemoryPlan) -> dict[str, Any] | None:
-    """Return the facts of a plan's swap list, for `memplug show --json`: stable keys that name their units.
+    """Return the facts of a plan's swap list by name, as `memplug show --json` prints them.
 
     Returns:
         None if the plan has no list, or its step fits without a list.

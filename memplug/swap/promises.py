@@ -20,13 +20,13 @@ class Promises:
     Args:
         part: the list.
         tell: logs one line for the user, at a level of `logging`.
-        copies_itself: whether the CPU is the device, and makes the copies itself; then there is no link, and waiting is
-            not judged.
+        copies_itself: whether the device is a CPU, which makes the copies itself. There is no link then, so
+            `compare_stall` does not warn.
 
     Attributes:
         peak_bytes: the most device bytes in use in the measured step; None before that step.
         stall_s: seconds that operators waited for copies in the measured step; if `copies_itself`, the time that the
-            copies took. None before that step, or while the device is not done with it.
+            copies took. None before that step, and while the device still works on it.
     """
 
     def __init__(self, part: SwapPart, tell: Callable[[str, int], None], copies_itself: bool):

@@ -59,7 +59,7 @@ class SwapReport(FollowerReport):
     def explain(self, peak_bytes: int | None) -> tuple[str, ...]:
         """Return what was planned, and what was offloaded for requests that failed."""
         return (
-            f"swap list: {self.state}, {self.tensors} tensors planned, {self.passive} have left for requests that "
+            f"swap list: {self.state}, {self.tensors} tensors planned, {self.passive} offloaded because a request "
             f"failed ({size(self.passive_bytes)})",
         )
 

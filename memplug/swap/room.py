@@ -11,15 +11,15 @@ from memplug.profile.trace import Trace
 from memplug.sizes import GIB
 from memplug.swap.plan.from_trace import held_bytes
 
-TIGHTER = 3  # how often a new list may be made for less memory, because a step took more than predicted
+TIGHTER = 3  # how often memplug may make a new list with a smaller budget, because a step lacked memory
 
 
 class ListRoom:
-    """The device budget, less the bytes that lists leave free.
+    """The device budget, and the smaller one that a list must keep to, since a list leaves some bytes free.
 
-    A list leaves bytes free for two reasons. Memory that a collective holds is freed a little earlier or later in every
-    step. And if a step under a list lacked memory, the next list leaves as much more free: a step that is followed by
-    its requests alone cannot always offload tensors in time (memplug/swap/native/repeated_step.h).
+    A list leaves bytes free for two reasons. First, a collective's memory is freed a little earlier or later in every
+    step. Second, if a step under a list lacks memory, the next list leaves that much more free: if memplug follows a
+    step by its requests alone (memplug/swap/native/repeated_step.h), it cannot always offload tensors in time.
 
     Args:
         asked_gib: the block's "device_budget_gib".
@@ -59,12 +59,16 @@ class ListRoom:
         return self._device.memory.allocated_peak_bytes <= self.budget_bytes
 
     def of_list(self, step: Trace) -> int:
-        """Return the device bytes that a list for a recorded step must keep to."""
+        """Return the device bytes that a list for this recorded step must keep to."""
         self._left_bytes = held_bytes(step) + self._more_bytes if self._leaves_any else 0
         return self.budget_bytes - self._left_bytes
 
     def tighten(self, nbytes: int) -> bool:
-        """Let the next list leave `nbytes` more free, which a step lacked; return whether to make such a list."""
+        """Let the next list leave `nbytes` more free, the bytes that a step lacked.
+
+        Returns:
+            Whether to make such a list: False if the step lacked nothing, or after `TIGHTER` lists.
+        """
         if not nbytes or self._tightened == TIGHTER:
             return False
         self._tightened += 1
@@ -72,9 +76,12 @@ class ListRoom:
         return True
 
     def loosen(self) -> bool:
-        """Let the next list leave nothing free, since none could leave so much; return whether this changes the list.
+        """Let the next list leave nothing free, since no list could leave enough free.
 
-        A slow step under a list is better than no list.
+        A list under which steps sometimes lack memory, and are slow, is better than no list.
+
+        Returns:
+            Whether this raises the budget of the next list.
         """
         self._leaves_any, self._tightened = False, TIGHTER
         return self._left_bytes > 0

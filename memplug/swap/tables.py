@@ -33,11 +33,11 @@ ANCHOR = np.dtype([("place", "<i4"), ("slot", "<i4"), ("key", "<i4")])
 
 @dataclass(frozen=True, slots=True)
 class SwapTables:
-    """The tables of one list; numbers of operators and dtypes are those of this process.
+    """The tables of one list. The native core numbers operators and dtypes anew in each process.
 
     Attributes:
         program: numbers of the program's outermost operators.
-        outside: (place, numbers of the operators outside of the program that run after it).
+        outside: `SwapPart.outside`, with the numbers of its operators.
         ranks: uint8 by operator number: frequency rank of the operator, see `memplug.swap.plan.features.ranks`.
         targets, anchors: rows of TARGET and ANCHOR.
     """

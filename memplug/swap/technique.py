@@ -32,9 +32,11 @@ from memplug.swap.report import SwapReport, report_of
 from memplug.swap.room import ListRoom
 from memplug.words import size
 
-MISSED_SHARE = 0.05  # share of a list's tensors; if a step misses more, it counts against the list
-MISSED_STEPS = 3  # after so many such steps in a row, memplug makes a new list
-OTHERS = 3  # when planning anew: recorded steps that may fit, with shorter batches, before no list is made
+MISSED_SHARE = 0.05  # a step counts against a list if it does not find more than this share of the list's tensors
+MISSED_STEPS = 3  # after this many such steps in a row, memplug makes a new list
+# A new list replaces an earlier one only if the step still needs a list. A recorded step may fit just because its batch
+# is shorter: memplug records up to this many further steps before it concludes that no list is needed.
+OTHERS = 3
 MEASURED_STEP = 2  # the second step under a list is measured: the first is not seen from its beginning
 
 
@@ -80,12 +82,12 @@ class SwapsWhole(Technique[SwapPart]):
         self._missed = self._missing_steps = 0
         self._steps = 0  # steps since the part in force was installed
         self._sizes_vary = False  # whether the sizes of dynamic layers' requests differ from step to step
-        self._resident: tuple[int, ...] = ()  # numbers of the model's tensors in the recorded step
-        self._others_left = 0  # how many more recorded steps may fit, see `OTHERS`
+        self._resident: tuple[int, ...] = ()  # the recorded step's numbers of the model's tensors
+        self._others_left = 0  # how many further steps may be recorded, see `OTHERS`
 
     @classmethod
     def make(cls, given: Given) -> SwapsWhole:
-        """Return a session's technique, which is off where nothing can be swapped.
+        """Return a session's technique, which is off if nothing can be swapped here.
 
         Raises:
             SwapError: nothing can be swapped here, and `swap.enabled` is true.
@@ -119,7 +121,7 @@ class SwapsWhole(Technique[SwapPart]):
 
     @property
     def detail(self) -> Detail | None:
-        """Return the detail of the next record: tensors to plan from, or requests for the peak; None: no record."""
+        """Return the detail with which to record the next step, to plan from it or to measure its peak; else None."""
         if self.state is SwapState.SWAPPING and self._steps == MEASURED_STEP - 1:
             return Detail.REQUESTS
         return Detail.TENSORS if self.state is SwapState.RECORDING else None
@@ -146,13 +148,16 @@ class SwapsWhole(Technique[SwapPart]):
         if self.promises is not None and self._steps >= MEASURED_STEP and self.promises.stall_s is None:
             self.promises.compare_stall(self._in_force.waited_s())
         if self._device.kind == "cpu" and not self.off_because:
-            # The limit is for steps alone: memory that memplug takes between two steps does not count.
+            # The limit holds only within steps, so that it does not count memory that memplug allocates between them.
             self._core.limit_cpu(UNLIMITED_BYTES)
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> SwapPart | None:
-        """Return a new list, without tensors if a step needs no list or no list suffices; None if nothing is new."""
+        """Return a new part; None if there is none yet, or the part in force stays.
+
+        The part has no tensors if the step fits without a list, or if no list suffices.
+        """
         if self.part is not None:
             if trace is not None and self._steps == MEASURED_STEP and self.promises is not None:
                 self.promises.compare_peak(trace)
@@ -167,7 +172,7 @@ class SwapsWhole(Technique[SwapPart]):
                 self._sizes_vary = True
                 self._plan_anew()
             elif missed == 0 and self._steps >= MEASURED_STEP and self._room.tighten(self._in_force.relieved_bytes):
-                self._tell("swap list: a step took more than the device has: planning for less", logging.INFO)
+                self._tell("swap list: a step lacked device memory: planning with a smaller budget", logging.INFO)
                 self._plan_anew()
             return None
         if self._beside.is_busy:
@@ -235,7 +240,7 @@ class SwapsWhole(Technique[SwapPart]):
         return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
 
     def _departs(self, missed: int) -> bool:
-        """Return whether several steps in a row missed too many tensors, and dynamic layers may be the reason."""
+        """Return whether to plan without dynamic layers' tensors: several steps in a row missed too many tensors."""
         missing = missed > MISSED_SHARE * len(self.part.targets)
         self._missing_steps = self._missing_steps + 1 if missing else 0
         return self._missing_steps >= MISSED_STEPS and not self._sizes_vary
@@ -288,7 +293,7 @@ def _others(trace: Trace, of_regions: bool, of_dynamic: bool) -> frozenset[int]:
     Args:
         trace: the recorded step.
         of_regions: include the tensors used in regions, which another technique swaps.
-        of_dynamic: include the tensors used in dynamic layers: their sizes depend on the data.
+        of_dynamic: include the tensors used in dynamic layers, whose sizes depend on the data.
     """
     taken = np.array([of_regions or (of_dynamic and layer.dynamic) for layer in trace.layers] + [False], bool)
     return frozenset(trace.uses["tensor"][taken[trace.operators["layer"][trace.uses["operator"]]]].tolist())

@@ -42,12 +42,12 @@ def test_judge_counts_optimizer_tensors_while_the_optimizer_runs():
 
 
 BROKEN = {
-    "unknown tensor": ([FIRST._replace(tensor=4)], {}, "is of tensor 4"),
-    "negative tensor index": ([FIRST._replace(tensor=-1)], {}, "is of tensor -1"),
-    "too few bytes": ([FIRST._replace(nbytes=29)], {}, "its tensor of 30"),
-    "too many bytes": ([FIRST._replace(nbytes=31)], {}, "its tensor of 30"),
+    "unknown tensor": ([FIRST._replace(tensor=4)], {}, "names tensor 4"),
+    "negative tensor index": ([FIRST._replace(tensor=-1)], {}, "names tensor -1"),
+    "too few bytes": ([FIRST._replace(nbytes=29)], {}, "its tensor has 30"),
+    "too many bytes": ([FIRST._replace(nbytes=31)], {}, "its tensor has 30"),
     "no bytes": ([FIRST._replace(nbytes=0)], {}, "of 0 bytes"),
-    "another tensor's size": ([FIRST._replace(tensor=1)], {}, "its tensor of 20"),
+    "another tensor's size": ([FIRST._replace(tensor=1)], {}, "its tensor has 20"),
     "tensor of another technique": (SOUND, {"others": (1,)}, "another technique"),
     "released before its last use ends": ([FIRST._replace(release=0)], {}, "not in order"),
     "prefetched before it is released": ([FIRST._replace(release=8)], {}, "not in order"),
@@ -58,7 +58,7 @@ BROKEN = {
     "last use before the step of a tensor made in it": (
         [FIRST._replace(last_use=-1)],
         {},
-        "not there as the step begins",
+        "does not exist as the step begins",
     ),
     "use in a gap until the end of the step": ([FIRST._replace(next_use=12)], {}, "used while it is swapped"),
     "next use beyond the step": ([FIRST._replace(next_use=13)], {}, "not in order"),

@@ -188,7 +188,7 @@ def test_out_of_memory_error_lists_the_remedies() -> None:
         with pytest.raises(torch.OutOfMemoryError) as raised:
             model(batch(0)).backward()
         text = str(raised.value)
-        assert "memplug: out of memory in" in text and "have left for requests that failed" in text
+        assert "memplug: out of memory in" in text and "offloaded because a request failed" in text
         assert text.count("memplug: out of memory") == 1
         assert all(f"    {number}. " in text for number in (1, 2, 3))
         change = "raise" if torch.get_default_device().type == "cpu" else "lower"  # on the CPU the budget is the limit

@@ -228,7 +228,8 @@ Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool hig
   return best;
 }
 
-// Returns the first block in use that ends after `from` and begins before `end`, or an empty stretch at `end`.
+// Returns the first block in use that overlaps [from, end), without its bytes before `from`; an empty stretch at `end`
+// if there is none.
 Arena::Stretch Arena::next_live(int64_t from, int64_t end) const {
   Stretch found{end, end};
   const auto number = [&](int64_t offset) {
@@ -314,8 +315,8 @@ bool Arena::give_back(void* pointer) {
 }
 
 void Arena::take_in(Reservation& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone) {
-  // `alone`: the plan orders streams that share these bytes. With checks, `stream` waits for the other streams that use
-  // the block, since they must not read the pattern that is written below.
+  // `alone`: see `PendingUses::end_block`. With checks, `stream` waits for the other streams that use the block, since
+  // they must not read the pattern that is written below.
   pending_.end_block(begin, end, stream, alone, checks_);
   if (checks_) {
     counters_.written_beyond += !device_.is_filled(begin + nbytes, end - begin - nbytes, SURROUNDING, stream);

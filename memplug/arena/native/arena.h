@@ -23,14 +23,15 @@
 
 namespace memplug {
 
-// The interface through which the arena uses a device, and tells it of blocks. The arena is locked during every call,
-// except when it reserves or releases memory, or stops serving.
+// The interface through which the arena uses a device, and reports blocks to it. The arena holds its lock during every
+// call, except when it reserves or releases memory, or stops serving.
 class ArenaDevice {
  public:
   virtual ~ArenaDevice() = default;
 
   // Returns memory at a multiple of BLOCK_BYTES; throws if there is too little. The memory belongs to the current
-  // stream: only that stream is ordered after earlier uses of the memory, and before uses of it after `release`.
+  // stream, as a block of torch's allocator does: work on other streams is ordered neither after uses of the memory
+  // before this call, nor before uses of it after `release`.
   virtual char* reserve(size_t nbytes) = 0;
   virtual Stream current_stream() = 0;
   virtual void release(char* memory) = 0;
@@ -47,14 +48,14 @@ class ArenaDevice {
   virtual void fill(char* begin, size_t nbytes, int byte, Stream stream) = 0;
   virtual bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) = 0;
 
-  // The arena calls `handed_out` for each block that it hands out. The result says whether a recording wants to be told
-  // when the block is freed. The arena calls `came_back` when it is freed, and passes this result as `wanted`. `open`:
-  // a plan is in force.
+  // The arena calls `handed_out` for each block that it hands out; the result says whether a recording wants to see the
+  // block freed. The arena calls `came_back` when the block is freed, with that result as `wanted`. `open`: whether a
+  // plan is in force.
   virtual bool handed_out(void* pointer, size_t nbytes, Stream stream) = 0;
   virtual void came_back(void* pointer, size_t nbytes, bool wanted, bool open) = 0;
 };
 
-// Packed like the dtypes of the same names in memplug/arena/tables.py.
+// Packed like the dtypes of the same names in memplug/arena/tables.py, which explains slots and groups.
 #pragma pack(push, 1)
 struct PlannedRequest { // in program order within each place
   int64_t size; // rounded up to BLOCK_BYTES; with checks, including the margin
@@ -70,10 +71,10 @@ struct KeptSlot {
   int64_t offset; // in the kept part
   int32_t kept; // slot class: one for each size and stream
 };
-struct DynamicRequest { // in program order within each place; its last row stands for all further requests
+struct DynamicRequest { // in program order within each place; a place's last row stands for all further requests
   int32_t phase;
   int32_t layer;
-  int32_t group; // -1: not served
+  int32_t group; // -1: the native allocator serves the request
 };
 struct IdleSpace { // bytes that requests of a group may use
   int64_t begin;
@@ -105,7 +106,7 @@ struct ArenaCounters {
   int64_t unplanned = 0; // left to the native allocator: the plan has no such request
   int64_t occupied = 0; // left to the native allocator: the planned address was in use
   int64_t dynamic_missed = 0; // left to the native allocator: no reusable space of the group was large enough
-  int64_t without_gradients = 0; // left to the native allocator: a validation's, and no space was large enough
+  int64_t without_gradients = 0; // left to the native allocator: made by a validation, and no space was large enough
   int64_t fallback_bytes = 0; // bytes of the requests in the four counts above
   int64_t lasting = 0; // left to the native allocator: their blocks outlive the step
   int64_t lasting_bytes = 0;
@@ -119,7 +120,7 @@ struct ArenaCounters {
   int64_t peak_bytes = 0; // the largest live_bytes since the last plan
   int64_t leftover_bytes = 0; // now: bytes of leftovers that have been in use for a whole step
   int64_t wanted_bytes = 0; // now: bytes of blocks that a recording wants to see freed
-  int64_t told_bytes = 0; // now: bytes of blocks that a recording will see freed: all under a plan, else wanted_bytes
+  int64_t told_bytes = 0; // now: bytes of blocks that a recording will see freed: under a plan all, else wanted_bytes
 
   int64_t from_arena() const {
     return planned + dynamic + reusable;
@@ -223,8 +224,8 @@ class Arena {
   // Returns the beginning of the reserved memory around `pointer`, or null if it is not the arena's.
   char* reserved_with(const void* pointer) const;
 
-  // Returns pairs (late, displaced) of planned requests, by index. When the displaced request came, the block of the
-  // late request still occupied some of its planned bytes.
+  // Returns pairs (late, displaced) of planned requests, by index. When the displaced request came, the late request's
+  // block still occupied bytes planned for the displaced one.
   std::vector<std::pair<int32_t, int32_t>> late() const;
 
   ArenaCounters counters() const;
@@ -237,7 +238,8 @@ class Arena {
   }
 
  private:
-  enum class Role { REUSED, KEPT, ANNEX }; // for a step's blocks; blocks that outlive it; displaced requests
+  // memory for a step's blocks; for blocks that outlive steps; for requests whose planned bytes leftovers hold
+  enum class Role { REUSED, KEPT, ANNEX };
   struct Reservation { // memory that was reserved in one piece
     char* begin;
     int64_t nbytes;
@@ -263,7 +265,7 @@ class Arena {
   };
   struct LeftoverHistory { // leftovers of one kind
     int32_t held = 0; // leftovers in use
-    int32_t live = 0; // blocks of unplanned requests in use in reusable space
+    int32_t live = 0; // blocks in use of unplanned requests of this kind
     int32_t strikes = 0; // leftovers that stayed in use for a whole step or longer
     uint32_t until = 0; // the step from which the arena serves this kind again
   };
@@ -280,7 +282,7 @@ class Arena {
     const LeftoverHistory* mark = nullptr; // null: none of its blocks outlived its step
   };
   struct Spot { // one place of the program
-    int32_t begin = 0, end = 0, next = 0; // indices into `rows_`; `next` is the expected one
+    int32_t begin = 0, end = 0, next = 0; // indices into `rows_`; `next` is the row expected next
     int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
     uint32_t step = 0;
   };
@@ -316,8 +318,9 @@ class Arena {
   };
   using Stretch = std::pair<int64_t, int64_t>;
 
-  static constexpr int FREED = 0xFF; // reads as NaN in every floating-point type
-  static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2; // `number` of an unplanned request; of all those of a place
+  static constexpr int FREED = 0xFF; // the byte that fills freed memory: NaN in every floating-point type
+  // `RequestKind::number` of an unplanned request, and of all unplanned requests of a place together
+  static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2;
 
   static uint64_t key_of(int32_t phase, int32_t layer) {
     return static_cast<uint64_t>(static_cast<uint32_t>(phase)) << 32 | static_cast<uint32_t>(layer);
@@ -382,7 +385,8 @@ class Arena {
   std::vector<std::vector<int32_t>> slots_of_; // by slot class
   std::vector<LoadedSlot> slots_;
   std::vector<std::pair<int32_t, int32_t>> spaces_of_; // by group: the range [first, end) of `plan_.spaces`
-  std::vector<std::pair<bool, Stream>> streams_; // by the plan's number of the stream: whether it is known, its handle
+  // by the plan's stream number: whether the stream is known yet, and the stream
+  std::vector<std::pair<bool, Stream>> streams_;
 
   std::vector<int64_t> offsets_; // distinct offsets of rows in the reused part, sorted
   std::vector<int32_t> start_table_; // hash table from an offset to its index in `offsets_`; -1: empty

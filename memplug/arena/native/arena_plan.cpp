@@ -1,4 +1,4 @@
-// Loads a plan into an arena, and retires the memory of the plan before.
+// Loads a plan into an arena, and retires the memory of the earlier plan.
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +7,7 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t LARGEST_PART = 2; // reserved memory is used again if it is at most this many times as large as needed
+constexpr int64_t LARGEST_PART = 2; // memory that could be released is used again only up to this multiple of the need
 
 size_t hash_of(int64_t offset, size_t mask) {
   return static_cast<uint64_t>(offset / BLOCK_BYTES) * 0x9E3779B97F4A7C15ull >> 20 & mask;
@@ -71,8 +71,9 @@ Arena::Reservation* Arena::add_part(int64_t nbytes, Role role) {
   return parts_.back().get();
 }
 
-// Returns reserved memory of this role that is large enough to use again, or null. Prefers pinned memory (see
-// `is_pinned`), then the smallest. Memory that is not pinned may have at most LARGEST_PART times the bytes needed.
+// Returns reserved memory of this role that is large enough to use again, or null. Prefers memory that cannot be
+// released soon anyway (`is_pinned`), then the smallest. Other memory may have at most LARGEST_PART times the bytes
+// needed.
 Arena::Reservation* Arena::find_part(Role role, int64_t nbytes) const {
   Reservation* best = nullptr;
   const auto rank = [&](const Reservation& part) { return std::make_pair(!is_pinned(part), part.nbytes); };

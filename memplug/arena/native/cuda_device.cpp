@@ -99,8 +99,8 @@ class CudaArenaDevice final : public RecordingDevice {
   }
 
  private:
-  // An event that is recorded late if its stream is capturing a graph, since it cannot be recorded outside of the graph
-  // until the capture ends.
+  // An event outside of any graph. While its stream is capturing a graph, such an event cannot be recorded; it is
+  // recorded once the capture has ended.
   struct Queued {
     explicit Queued(cudaStream_t of) : stream(of) {}
     ~Queued() {

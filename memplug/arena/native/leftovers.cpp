@@ -2,10 +2,11 @@
 // hold, and keeps them few.
 //
 // If a request's block is still in use when a later step begins, the native allocator serves that request from then on.
-// The request is recognised by its kind: place, size and stream, and the number in its place if it was planned. So a
-// planned request leaves at most one block. All unplanned requests of a place together leave at most MOST_AT_A_PLACE
-// blocks, plus those of one step. Once the block is freed, the arena serves the request again after a pause, which
-// doubles each time. The annex serves requests whose planned bytes a leftover holds.
+// The request is recognised by its kind: its place, size and stream, and if it is planned, its number within the place.
+// So a planned request leaves at most one block. While MOST_AT_A_PLACE leftovers of a place's unplanned requests are in
+// use, the native allocator serves all unplanned requests of that place. After a leftover is freed, the arena serves
+// its request again, but only after a pause, which doubles each time. The annex serves requests whose planned bytes a
+// leftover holds.
 #include <algorithm>
 #include <utility>
 
@@ -14,9 +15,9 @@
 namespace memplug {
 namespace {
 
-constexpr int32_t MOST_ALIKE = 8; // unplanned blocks of one kind in use at once; a script that has more keeps them
-constexpr int32_t MOST_AT_A_PLACE = 16; // leftovers of all sizes
-constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles with each leftover of the kind
+constexpr int32_t MOST_ALIKE = 8; // unplanned blocks of one kind at once: a script that needs more seems to keep them
+constexpr int32_t MOST_AT_A_PLACE = 16; // leftovers of one place's unplanned requests, of all sizes
+constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles each time that the kind leaves a leftover for a whole step
 constexpr int32_t MOST_DOUBLINGS = 20;
 constexpr size_t MANY_MARKS = 4096;
 

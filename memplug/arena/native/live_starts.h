@@ -1,4 +1,4 @@
-// A bitset with a fast successor and predecessor: each reads three words for up to 262,144 integers.
+// A bitset with a fast successor and predecessor: each reads at most five words for up to 262,144 integers.
 #pragma once
 
 #include <cstddef>

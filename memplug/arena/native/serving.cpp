@@ -51,7 +51,7 @@ void* serve_by(Arena& a, size_t nbytes, Stream stream) {
     a.elsewhere(nbytes);
     return nullptr;
   }
-  if (place.pass == OTHER) { // requests between passes are told apart by the forward before them
+  if (place.pass == OTHER) { // requests between passes get the micro-batch of the forward before them
     place.micro_batch = last_forward();
   }
   const bool between = place.pass == OTHER || place.pass == NO_GRAD;
@@ -172,8 +172,8 @@ bool RecordingDevice::handed_out(void* pointer, size_t nbytes, Stream stream) {
   return note_malloc(pointer, nbytes, stream);
 }
 
-// Tells a recording that a block was freed, with its size, as torch's allocators do. If the block was handed out before
-// the recording, does so only while a plan is in force, or if the recording counts all memory of the device.
+// Tells a recording that a block of this size was freed, as torch's allocators do. If the block was handed out before
+// the recording began, the recording is told only while a plan is in force, or if it counts all memory of the device.
 void RecordingDevice::came_back(void* pointer, size_t nbytes, bool wanted, bool open) {
   profile(pointer, -static_cast<int64_t>(nbytes));
   const bool known = open || base_of_recording() == Base::DEVICE;

@@ -28,7 +28,7 @@ Arena* arena_of(const void* pointer);
 // Returns the server through which the devices' allocators ask the arena (server.h).
 Server& arena_server();
 
-// Leaves requests in these passes (bit n: pass n) to the native allocator, from the next `serve(true)` on (server.h).
+// Leaves requests in these passes (bit n: pass n) to the native allocator. Call it before `serve(true)` (server.h).
 void withhold(int32_t passes);
 
 // Sums over all arenas of the process: bytes reserved now, and bytes in use now, as requested.
@@ -70,7 +70,8 @@ class NativeBlockDevice : public RecordingDevice {
 ArenaDevice& cpu_device(); // has a single stream
 ArenaDevice& other_device(); // for other vendors' devices, see `install_other`
 #ifdef MEMPLUG_CUDA
-ArenaDevice& cuda_device(int index); // throws if this version of torch has calls that memplug does not know
+// throws if another device of this process has an arena, or if memplug does not know this torch's CUDA allocator
+ArenaDevice& cuda_device(int index);
 #endif
 
 } // namespace memplug

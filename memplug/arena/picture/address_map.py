@@ -62,7 +62,7 @@ def span(problem: Problem) -> tuple[int, int]:
 
 
 def _curve(plan: AddressPlan, clock: tuple[int, int]) -> Panel:
-    """Draw the bytes in use, thinned out but with every maximum, and a line at the arena's height."""
+    """Draw the bytes in use (fewer points, but every maximum), and a line at the arena's height."""
     times, live = live_bytes(plan.problem.buffers)
     if len(times) > 4 * _CURVE_BINS:
         kept = m4(live, times - clock[0], clock[1] - clock[0], _CURVE_BINS)

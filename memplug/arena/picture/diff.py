@@ -20,7 +20,7 @@ _LARGEST_AT_MOST = 5
 
 
 class _Pairs(NamedTuple):
-    """Rows of plan A's problem and of plan B's, int64; a[i] and b[i] are a pair, if rows have partners."""
+    """Rows of plan A's problem and of plan B's, int64. If the rows have partners, a[i] and b[i] are a pair."""
 
     a: np.ndarray
     b: np.ndarray
@@ -81,7 +81,7 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _lacking(a: dict[str, Any], b: dict[str, Any]) -> str:
-    """Say which of two plans has addresses, if not both do."""
+    """Return words for two plans of which at most one has addresses."""
     for name, side in (("A", a), ("B", b)):
         if side["has_addresses"]:
             return f"only in {name}: {count(side['requests'], 'request')} in {size(side['height_bytes'])}"

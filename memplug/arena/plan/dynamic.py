@@ -57,7 +57,7 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
 
 
 def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
-    """Return the groups with the spaces that another solution leaves free in the same windows of time.
+    """Return the same groups, with the spaces that another solution leaves free in their windows of time.
 
     Args:
         spaces: the groups, on the same clock.
@@ -96,7 +96,7 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
             del live[request]
             continue
         at = numbers.pop(request, None)
-        if at is None:  # a free: its request found no room
+        if at is None:  # a free of a request that found no room
             continue
         row = rows[at]
         size = rounded_up(int(row["nbytes"]), BLOCK_BYTES)

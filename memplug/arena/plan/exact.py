@@ -59,7 +59,8 @@ def solve(
     if backend == "milp":
         offsets, proven = memo_program.minimise(Small.of(problem), start.offsets, deadline_s)
     else:
-        # Share of the time for the first height: nearly all if that is `enough_bytes`, since lower ones gain nothing.
+        # The first height gets this share of the time: nearly all if it is `enough_bytes`, since a lower height gains
+        # nothing then.
         share = 0.5 if enough_bytes is None else 0.95
         offsets, proven = _close_gap(problem, start.offsets, enough, deadline_s, share)
     height = int((offsets + problem.buffers["size"]).max(initial=0))
@@ -85,7 +86,8 @@ def _close_gap(
 ) -> tuple[np.ndarray, bool]:
     """Return the lowest offsets found, and whether they are proven to be optimal."""
     small = Small.of(problem)
-    # Heights in units: none up to `impossible` is possible, `best` is reached, and the search at `hard` timed out.
+    # Heights in units. All up to `impossible` are proven impossible. `best` is the lowest that the search has reached,
+    # and `hard` the highest below `best` at which it failed or timed out.
     impossible = -(-problem.lower_bound // small.unit) - 1
     target = max(enough // small.unit, impossible + 1)
     best = -(-int((offsets + problem.buffers["size"]).max()) // small.unit)
@@ -104,6 +106,6 @@ def _close_gap(
             target = max(target, height + 1)
         height, share = (best + hard) // 2, 0.25
         if best - hard <= 1:
-            # No height is left in between: spend the remaining time on the lowest one that is not ruled out.
+            # No height is left between the two: spend the remaining time on the lowest that is not proven impossible.
             height, share, hard = max(target, impossible + 1), 1.0, impossible
     return offsets, best == impossible + 1

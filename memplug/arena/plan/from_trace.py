@@ -43,9 +43,9 @@ def problem_of(
 
     Sizes are rounded up to the alignment. A buffer that is still in use when the step ends counts as in use for all of
     the step, since the next step repeats the requests and must find the buffer's bytes untouched. The step before left
-    such buffers too: if one of them is freed only after its successor in this step is requested, the problem has an
-    extra buffer for it. A buffer that another thread freed counts as in use twice as long, since that thread may free
-    it later in other steps.
+    such buffers too. If this step requests the same buffer again before it frees the earlier one, the problem has an
+    extra buffer for the earlier one. A buffer that another thread freed counts as in use twice as long, since that
+    thread may free it later in other steps.
 
     Dynamic requests are left out, since their sizes are known only at run time. Requests of threads that do not train
     are left out, since they come at any time. Traces hold no orderings of streams, so requests of different streams
@@ -147,9 +147,9 @@ def _left_by_the_step_before(
 ) -> np.ndarray:
     """Return extra buffers for blocks that the step before left, of dtype BUFFER.
 
-    The step before left blocks like those that outlive this step. If one is freed only after its successor is
-    requested, both need memory at once. Blocks of one size and stream may use each other's memory, so for each size and
-    stream there must be as many buffers as blocks in use at once.
+    The step before left blocks like those that outlive this step. If this step requests such a block again before it
+    frees the earlier one, both need memory at once. Blocks of one size and stream may use each other's memory, so for
+    each size and stream there must be as many buffers as blocks in use at once.
     """
     frees = earlier_frees(step.events)
     frees = frees[step.events["nbytes"][frees] > 0]

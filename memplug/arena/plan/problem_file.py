@@ -88,7 +88,7 @@ class _Header:
 
 
 def read_csv(path: str | Path) -> Problem:
-    """Read a problem; its ids are int64 if that loses nothing (as it would for "007"), else str.
+    """Read a problem; its ids are int64, or str if integers would lose something, as they would for "007".
 
     Args:
         path: a file in UTF-8.
@@ -157,7 +157,7 @@ def _read(text: TextIO) -> Problem:
 
 
 def _ids(written: list[str]) -> np.ndarray:
-    """Return ids as int64 if that loses nothing, else as str: "007" and "7" are two ids."""
+    """Return ids as int64, or as str if integers would lose something: "007" and "7" are two ids."""
     try:
         numbers = np.fromiter(map(int, written), np.int64, len(written))
     except (ValueError, OverflowError):

@@ -19,7 +19,7 @@ from memplug.arena.plan.intervals import largest_within, load_bytes
 from memplug.arena.plan.problem import Problem, Solution, solved
 
 _PATIENCE = 12
-"""Consecutive moves to the front that lower no height, after which random orders follow again."""
+"""After this many consecutive moves to the front that lower no height, random orders follow again."""
 
 
 def solve(

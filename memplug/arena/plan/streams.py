@@ -1,10 +1,10 @@
 """Reduces a problem of several streams to one stream, where buffers may share bytes if their lifetimes do not overlap.
 
-A stream may use bytes that another stream frees only after it has waited for that stream. So the reduction extends the
-lifetimes of buffers on side streams (all but the main one). The extended lifetime begins when the side stream last
-waited for the main stream before the malloc, and ends when the main stream first waits for the side stream after the
-free. If the extended lifetimes of buffers on two streams do not overlap, the later stream has waited for the earlier
-one, directly or through the main stream.
+Before a stream uses bytes that another stream has freed, it has to wait for that stream. So the reduction extends the
+lifetimes of buffers on side streams (all but the main one). The extended lifetime begins at the side stream's last wait
+for the main stream before the malloc. It ends at the main stream's first wait for the side stream after the free. If
+the extended lifetimes of buffers on two streams do not overlap, the later stream has waited for the earlier one,
+directly or through the main stream.
 
 Buffers of one side stream whose extended lifetimes overlap form one block; inside the block the order of their stream
 is enough. Without orderings, a side stream has bytes of its own for the whole step.
@@ -50,7 +50,8 @@ def _held(problem: Problem, rows: np.ndarray, stream: int, main: int) -> tuple[n
     begin, end = int(table["lower"].min()), int(table["upper"].max())
     into = orderings["time"][(orderings["before"] == main) & (orderings["after"] == stream)]
     back = orderings["time"][(orderings["before"] == stream) & (orderings["after"] == main)]
-    # One instant earlier, so that lifetimes do not merely meet: two orderings at one instant may come in either order.
+    # Begin one instant before the ordering: two orderings at one instant may come in either order, so one lifetime must
+    # not begin at the very instant at which another ends.
     lower = np.append(into - 1, begin)[np.searchsorted(into, table["lower"][rows], "right") - 1]
     upper = np.append(back, end)[np.searchsorted(back, table["upper"][rows], "left")]
     return np.maximum(lower, begin), np.maximum(upper, table["upper"][rows])

@@ -1,4 +1,5 @@
-// The record of a storage that is leaving, away or returning; for storage_swapper.cpp, leaving.cpp and returning.cpp.
+// The record of a storage that is leaving, away or returning (the states in storage_swapper.h); for
+// storage_swapper.cpp, leaving.cpp and returning.cpp.
 #pragma once
 
 #include "bus.h"
@@ -17,24 +18,26 @@ struct Own {
 struct StorageSwapper::Absent {
   StorageSwapper* swapper;
   int64_t key;
-  size_t position; // its index in the swapper's `all_`
-  c10::StorageImpl* storage; // alive: `held` owns it until it is away; after that, `forget` is called if it dies
+  size_t position; // index of this record in the swapper's `all_`
+  // never dangles: `held` owns the storage until it is away; if it dies after that, torch calls `forget`
+  c10::StorageImpl* storage;
   c10::intrusive_ptr<c10::StorageImpl> held;
-  const void* memory; // the storage's device memory, which it leaves
+  const void* memory; // the storage's original device memory
   int64_t nbytes;
   Slot slot;
-  StreamRef stream; // owner of the device memory
+  StreamRef stream; // the stream that the device memory belongs to
   OffloadState state = OffloadState::LEAVING;
-  EventRef offloaded, prefetched; // ends of copies that `stream` has not waited for yet
-  HostMemory* host = nullptr; // the context of the storage's pointer while it is away
+  EventRef offloaded, prefetched; // events at the ends of copies; null if `stream` need not wait for the copy
+  HostMemory* host = nullptr; // context of the storage's `DataPtr` while the storage is away
   bool passive = false; // the storage left because a request failed; no list names it
-  bool written = false; // written on the host, for lack of room on the device: not prefetched any more
+  // torch asked for a pointer to write to, and got host memory, since the device had no room: never prefetched
+  bool written = false;
   c10::DataPtr arriving; // the device memory to which the storage returns
-  int64_t began = 0; // number of its return among the swapper's returns, from 1
+  int64_t began = 0; // number of the storage's latest return; the swapper counts all returns, from 1
 };
 
 struct StorageSwapper::HostMemory {
-  Absent* absent; // null: the storage is back, or its swapper is gone
+  Absent* absent; // null once the storage is back, or its swapper is destroyed
   at::Tensor slab; // keeps the host memory alive, since it may still be read
 };
 

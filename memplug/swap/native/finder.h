@@ -1,9 +1,9 @@
-// Finds the tensors of a swap list in a running step; knows only the identity, size and dtype of storages.
+// Finds the targets (the tensors of a swap list) in a running step; knows only identity, size and dtype of storages.
 //
-// The clock counts the program's outermost operators (program_clock.h). The finder recognizes a tensor at its last use,
-// by the tensor's features (tensor_features.h), size and dtype, the operator that uses it, and its slot there. The use
-// has to be close to the planned place: closer than half the distance to the next tensor that looks the same. Finding
-// no tensor is better than finding a wrong one.
+// The clock counts the program's outermost operators (program_clock.h). The finder recognizes a target at its last use
+// before it leaves: by its features (tensor_features.h), size and dtype, the operator that uses it, and its slot, which
+// is its number among the operator's inputs or outputs. The use has to be close to the planned place: closer than half
+// the distance to the next tensor that looks the same. It is better to find no tensor than a wrong one.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -20,26 +20,26 @@
 
 namespace memplug {
 
-// Packed as TARGET in memplug/swap/tables.py. Places are outermost operators of the program.
+// Packed as TARGET in memplug/swap/tables.py. A place is the index of an outermost operator in the program.
 #pragma pack(push, 1)
 struct SwapTarget {
   int64_t nbytes;
   int32_t dtype; // c10::ScalarType of the first tensor seen in the storage
-  int32_t operator_number; // number of the operator that uses the tensor last; Python has its name
+  int32_t operator_number; // the operator of the last use, by its number (operator_names.h)
   uint8_t output; // 1: the tensor is an output of that operator; 0: an input
   int32_t slot; // the tensor's number among the operator's outputs, or inputs
   uint32_t uses, kinds; // with `recent`: the tensor's Features, including the last use
   uint64_t recent;
   int32_t tolerance; // the most places by which the last use may be off
-  // `last_use` -1: the tensor leaves as the step begins; `next_use` equal to the number of operators: the program uses
-  // it no more
+  // Places. `last_use` is -1 if the tensor leaves as the step begins. `next_use` is the length of the program if the
+  // program does not use the tensor again.
   int32_t last_use, release, prefetch, next_use;
-  int32_t key; // `last_use` -1: key of the anchor that identifies the tensor; else -1
+  int32_t key; // if `last_use` is -1, the key of the anchor that identifies the tensor; else -1
 };
 #pragma pack(pop)
 
-// Packed as ANCHOR in memplug/swap/tables.py: the outermost operator at `place` reads a tensor that lives from step to
-// step. Places beyond the program number the operators of `SwapListPlan::outside`.
+// Packed as ANCHOR in memplug/swap/tables.py: the operator at `place` reads a tensor that lives from step to step.
+// Places from the program's length on stand for the operators of `SwapListPlan::outside`, in their order.
 #pragma pack(push, 1)
 struct Anchor {
   int32_t place, slot; // slot: the tensor's number among the operator's inputs
@@ -49,9 +49,9 @@ struct Anchor {
 
 struct SwapListPlan {
   std::vector<int32_t> program; // numbers of the outermost operators, in order
-  // (place, numbers of the operators outside of the program that run after it)
+  // runs of operators outside of the program: (place of the program's operator before the run, operator numbers)
   std::vector<std::pair<int32_t, std::vector<int32_t>>> outside;
-  std::vector<uint8_t> ranks; // by operator number: rank, see `Features::read_by`; 255 beyond the end
+  std::vector<uint8_t> ranks; // frequency ranks by operator number, see `Features::read_by`; beyond the end: 255
   std::vector<SwapTarget> targets; // by last use, rising
   std::vector<Anchor> anchors; // by place, rising
   int64_t min_bytes = 0; // smaller storages are ignored
@@ -115,9 +115,9 @@ class Finder {
     return clock_.now();
   }
 
-  // Notes that the outermost operator that begins now, of that number, reads a storage as its input `slot`. In the
-  // first step that runs exactly as planned, the finder learns the storages of the anchors, such as parameters. In
-  // later steps, a read of such a storage sets the clock. Returns whether the finder learnt the storage in this call.
+  // Notes that the outermost operator that just began reads a storage as its input `slot`. In the first step that runs
+  // exactly as planned, the finder learns the storages of the anchors, such as parameters. In later steps, a read of
+  // such a storage sets the clock. Returns whether the finder learnt the storage in this call.
   bool anchor(const void* storage, int32_t slot, int32_t number) {
     const auto known = keys_.find(storage);
     if (known != keys_.end()) {
@@ -142,8 +142,8 @@ class Finder {
     return false;
   }
 
-  // Notes that an operator uses a storage; returns whether the storage is new. `made`: if the storage is new, this
-  // operator or an enclosing one has made it; otherwise it comes from outside of the program.
+  // Notes that an operator uses a storage; returns whether the storage is new. `made`: whether a new storage was made
+  // by this operator or an enclosing one, and not outside of the program.
   bool see(const void* storage, int64_t nbytes, int32_t dtype, const OperatorMoment& now, bool made = false) {
     if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may get some later
       return false;
@@ -163,9 +163,9 @@ class Finder {
     }
   }
 
-  // Returns the bytes of a storage, and the running number of the operator that used it last, if the storage is idle;
-  // else 0 bytes. A storage is idle if the program has made it (in any step), only the stream of `now` has used it, and
-  // its last use came before `now`.
+  // Returns the bytes of an idle storage, and the running number of the operator that used it last; 0 bytes if the
+  // storage is not idle. A storage is idle if the program has made it (in any step), only the stream of `now` has used
+  // it, and its last use came before `now`.
   std::pair<int64_t, int64_t> idle(const void* storage, const OperatorMoment& now) const {
     const auto seen = seen_.find(storage);
     if (seen == seen_.end() || !seen->second.is_made || seen->second.is_shared || seen->second.stream != now.stream ||
@@ -246,7 +246,8 @@ class Finder {
   std::vector<bool> found_;
   size_t next_ = 0;
   ska::flat_hash_map<const void*, Seen> seen_;
-  ska::flat_hash_map<const void*, int32_t> keys_, learnt_; // keys of anchors by storage: in use; learnt in this step
+  // keys of anchors, by storage; `learnt_` has those of this step, and becomes `keys_` if the step runs as planned
+  ska::flat_hash_map<const void*, int32_t> keys_, learnt_;
   ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // places of anchors, by key
 };
 

@@ -1,5 +1,5 @@
-// Acts on a swap list's tensors in a followed step: memplug follows the step by its requests for memory, and sees only
-// a few of its operators (repeated_step.h).
+// Acts on a swap list's tensors in a followed step: requests for memory show how far the step has come, and memplug
+// sees only a few of its operators (repeated_step.h).
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -8,17 +8,18 @@
 
 namespace memplug {
 
-// Begins to follow the step. A release or prefetch is planned before an operator, and happens at the first request
-// after that operator has begun. A restore must come before its operator, so it happens at the last request before that
-// operator. A tensor is late if its prefetch comes no earlier than that operator's first request. Then memplug must see
-// the operator itself, and restores the tensor as the operator begins.
+// Begins to follow the step: finds the request at which each turn is due. A release or prefetch happens at the
+// first request after its operator has begun. A restore must come before its operator, which is the next use, so it
+// happens at the last request before that operator. If the prefetch happens only after that request, the tensor is
+// late: memplug has to see the next use itself, and restores the tensor as that operator begins.
 void SwapStep::follow() {
   if (due_.empty()) {
     lates_.clear();
     const std::vector<int64_t>& after = repeated_.turns();
     std::vector<int64_t> prefetches(plan_.targets.size(), 0);
     for (size_t i = 0; i < turns_.size(); ++i) {
-      if (turns_[i].kind == Turn::PREFETCH) { // one planned at the next use itself comes after the restore
+      // a loop of its own, since a prefetch at the place of the next use comes after the restore in `turns_`
+      if (turns_[i].kind == Turn::PREFETCH) {
         prefetches[turns_[i].target] = after[i] < 0 ? INT64_MAX : after[i];
       }
     }
@@ -27,7 +28,7 @@ void SwapStep::follow() {
       int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
       if (turn.kind == Turn::RESTORE && after[i] >= 0) {
         if (prefetches[turn.target] < requests) {
-          // no earlier than request 0, at which `leave_at_the_beginning` runs
+          // request 0 is the earliest: there, `leave_at_the_beginning` offloads
           requests = std::max<int64_t>(requests - 1, 0);
         } else {
           lates_.emplace_back(requests - 1, turn.target);
@@ -58,7 +59,7 @@ std::pair<Sight, int32_t> SwapStep::sight() const {
     await(Sight::TENSORS, plan_.targets[target].operator_number);
   }
   for (const int32_t target : late_) {
-    if (returned_outside_[target]) { // any operator that uses it restores it
+    if (returned_outside_[target]) { // the next use is outside of the program: it may be any operator
       await(Sight::TENSORS, ANY);
     } else {
       await(Sight::NUMBERS, plan_.program[plan_.targets[target].next_use]);
@@ -87,7 +88,7 @@ void SwapStep::take_due() {
   for (; next_turn_ < due_.size() && due_[next_turn_].first <= request; ++next_turn_) {
     take(turns_[due_[next_turn_].second]);
   }
-  late_.clear(); // the former late tensors are back by now
+  late_.clear(); // tensors that were late at an earlier request are back by now
   for (; next_late_ < lates_.size() && lates_[next_late_].first <= request; ++next_late_) {
     if (lates_[next_late_].first == request) {
       late_.push_back(lates_[next_late_].second);
@@ -95,11 +96,11 @@ void SwapStep::take_due() {
   }
 }
 
-// Called as an operator begins: restores the late tensors whose next use in the plan is by an operator of this number.
+// Called as an operator begins: restores the late tensors whose planned next use is by an operator with this number.
 void SwapStep::return_late(int32_t number) {
   const auto is_user = [&](int32_t target) {
     const auto place = static_cast<size_t>(plan_.targets[target].next_use);
-    return place < plan_.program.size() && plan_.program[place] == number; // beyond: code after the program
+    return place < plan_.program.size() && plan_.program[place] == number; // else code after the program uses it next
   };
   for (const int32_t target : late_) {
     if (is_user(target)) {
@@ -122,17 +123,17 @@ void SwapStep::return_outside(const at::RecordFunction& function) {
 }
 
 // Stops following the step. From here on memplug sees all operators, but it does not know the features
-// (tensor_features.h) of earlier tensors.
+// (tensor_features.h) of tensors that were used earlier in the step.
 void SwapStep::depart() {
   has_departed_ = true;
   finder_.move_to(repeated_.place());
   repeated_.depart();
   leaving_.clear();
   late_.clear();
-  next_turn_ = 0; // a turn does nothing if it is taken again
+  next_turn_ = 0; // turns happen again from the first one on; those that have happened before do nothing
 }
 
-// Finds the targets among an operator's tensors, by the last uses that earlier steps have shown.
+// Finds the targets among an operator's tensors, by the last uses that were learnt in earlier steps.
 void SwapStep::match(c10::ArrayRef<c10::IValue> values, int32_t number, bool output) {
   if (repeated_.open().empty()) {
     return;

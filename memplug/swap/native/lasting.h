@@ -1,5 +1,5 @@
-// Recognises storages that live from step to step, such as an optimizer's states, by the operators outside of the
-// program that use them first.
+// Recognises storages that live from step to step, such as an optimizer's states, by their first use outside of the
+// program.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -30,10 +30,10 @@ class LastingTensors {
     }
   }
 
-  // Notes that the program's operator at that place begins; -1: the step begins.
+  // Notes that the program's operator at `place` begins; -1: the step begins.
   void begin(int32_t place) {
     run_ = nullptr;
-    for (const OperatorRun& run : runs_) { // a list has one or two
+    for (const OperatorRun& run : runs_) { // one or two
       if (run.after == place) {
         run_ = &run;
       }
@@ -73,14 +73,17 @@ class LastingTensors {
   }
 
  private:
+  // Consecutive operators outside of the program. `after`: place of the program's operator before them; `first`: place
+  // of the first of them, counted on from the program's end.
   struct OperatorRun {
-    int32_t after, first; // places: of the program's operator before the run, and of the run's first operator
+    int32_t after, first;
     const std::vector<int32_t>* operators;
   };
   std::vector<OperatorRun> runs_;
-  std::vector<Anchor> marks_; // by place and slot, rising
+  std::vector<Anchor> marks_; // the anchors outside of the program, sorted by place and slot
   ska::flat_hash_map<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
-  const OperatorRun* run_ = nullptr; // the run that the operators after the program's last one match so far; or null
+  // the run with which all operators since the program's last one agree; null if there is none
+  const OperatorRun* run_ = nullptr;
   int32_t number_ = -1;
   size_t next_ = 0;
 };

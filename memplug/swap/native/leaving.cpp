@@ -9,8 +9,8 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-constexpr int64_t kHostSlab = 64 << 20; // bytes
-constexpr int64_t kPassive = -1; // in place of a key: no list names the storage
+constexpr int64_t kHostSlab = 64 << 20; // bytes: host memory is added in pieces of at least this size, if there is room
+constexpr int64_t kPassive = -1; // key of each storage that no list names
 
 } // namespace
 
@@ -33,7 +33,7 @@ bool StorageSwapper::add_host_memory(int64_t nbytes) {
 
 #ifdef MEMPLUG_SWAPS_STORAGES
 
-// Starts the copy out of a storage. Null: the storage stays.
+// Starts the copy out of a storage, and returns its record; null: the storage stays.
 StorageSwapper::Absent* StorageSwapper::start_leaving(const c10::Storage& storage, int64_t key) {
   copies_.drain();
   auto* const impl = storage.unsafeGetStorageImpl();
@@ -86,7 +86,7 @@ void StorageSwapper::release(int64_t key) {
 
 void StorageSwapper::leave(Absent& absent) {
   c10::StorageImpl& storage = *absent.storage;
-  if (storage.data() != absent.memory || static_cast<int64_t>(storage.nbytes()) != absent.nbytes) { // it was resized
+  if (storage.data() != absent.memory || static_cast<int64_t>(storage.nbytes()) != absent.nbytes) { // resized
     stay(absent);
     return;
   }
@@ -112,7 +112,7 @@ void StorageSwapper::leave(Absent& absent) {
   const auto held = std::move(absent.held); // if this is the last reference, `forget` is called
 }
 
-// -- without a list ---------------------------------------------------------------------------------------------------
+// -- when a request fails ---------------------------------------------------------------------------------------------
 
 int64_t StorageSwapper::release_leaving() {
   const Lock lock(swap_mutex());

@@ -1,5 +1,5 @@
-// Follows the place of a running program in the planned one; operators that are inserted, left out or reordered do not
-// shift it for long.
+// Tells which place of the planned program a running program has reached; operators that are inserted, left out or
+// reordered mislead it only for a while.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 
 namespace memplug {
 
-// Counts a running step's operators, and tells at which place of the planned step they are.
+// Counts a running step's operators: each advances the clock by one place of the planned step.
 //
-// If an operator is not the planned one, the clock advances by one for each operator until the last few operators match
-// the plan at some place. From there the clock continues; if several places match, from the nearest. A match takes two
-// operators, and one more for each place by which the clock is off, up to `kAlike` operators. The clock can be off by
-// as many places as operators have run since the last match, and searches that far, up to `kReach`.
+// Once an operator is not the planned one, the clock may be off. At each operator it then looks for a place where the
+// plan has the same last few operators, and continues from the nearest such place. At a distance of d places, the last
+// 2 + d operators have to match, or `kAlike` if that is fewer. The clock looks at most `kReach` places away, and no
+// further than the number of operators since it may have been off.
 class ProgramClock {
  public:
   static constexpr int32_t kAlike = 4, kReach = 64;
@@ -33,7 +33,7 @@ class ProgramClock {
     recent_.fill(-1);
   }
 
-  // Notes that an operator begins; returns its place in the planned step, as far as the place is known.
+  // Notes that an operator begins; returns its place in the planned step, which may be off by `error()`.
   int32_t tick(int32_t number) {
     for (int i = kAlike - 1; i > 0; --i) {
       recent_[i] = recent_[i - 1];
@@ -81,8 +81,7 @@ class ProgramClock {
     return now_;
   }
 
-  // Returns whether the clock is unreliable: it has departed from the plan more than 4 times, plus once for every 40
-  // operators.
+  // Returns whether the clock is unreliable: the step has departed from the plan more than 4 + operators / 40 times.
   bool is_lost() const {
     return kLeast + ticks_ < 40 * departures_;
   }
@@ -123,7 +122,7 @@ class ProgramClock {
   int32_t now_ = -1;
   static constexpr int32_t kLeast = 160;
 
-  int32_t ticks_ = 0, departures_ = 0; // operators of the step, and how often the clock departed from the plan
+  int32_t ticks_ = 0, departures_ = 0; // operators of the step, and how often the step departed from the plan
   int32_t off_for_ = 0; // operators since the last one whose place was known
 };
 

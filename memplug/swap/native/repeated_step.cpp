@@ -8,7 +8,7 @@ void RepeatedStep::begin(size_t targets, size_t turns) {
   is_followed_ = alike_ >= needed_;
   is_spoilt_ = false;
   stream_.reset();
-  requests_ = {}; // clearing a large map takes longer
+  requests_ = {}; // faster than to clear a large map
   target_of_ = {};
   now_ = {{}, std::vector<LastUse>(targets), std::vector<int64_t>(turns, -1)};
   storages_.assign(targets, WeakStorage(c10::intrusive_ptr<c10::StorageImpl>()));
@@ -36,14 +36,14 @@ void RepeatedStep::end(bool is_whole) {
       if (origin.request >= 0) {
         wanted_[origin.request] = static_cast<int32_t>(target);
         expect(origin.request);
-        expect(origin.request + 1); // a request's memory is reported at the next one
+        expect(origin.request + 1); // a request's memory becomes known at the next request
       }
       expect(opens - 1);
       expect(closes);
     }
     by_opening_.clear();
     for (size_t target = 0; target < former_.last_uses.size(); ++target) {
-      if (former_.last_uses[target].opens >= 0) { // else it left as the step began, and has no last use
+      if (former_.last_uses[target].opens >= 0) { // a target that left as the step began has no last use
         by_opening_.push_back(static_cast<int32_t>(target));
       }
     }
@@ -60,8 +60,8 @@ void RepeatedStep::learn_request(int64_t nbytes, const void* stream, int32_t pla
   now_.requests.push_back({nbytes, stream, place});
 }
 
-// If operators run on several streams, one of them may read a storage that is away, on a stream that does not wait for
-// its copy. Every operator must be seen to prevent that, so such a step is spoilt.
+// Spoils a step whose operators run on several streams. An operator might read a storage that is away, on a stream that
+// does not wait for its copy in. To prevent that, memplug has to see every operator.
 void RepeatedStep::learn_operator(int64_t stream) {
   opens_ = made();
   is_spoilt_ |= stream_.value_or(stream) != stream;

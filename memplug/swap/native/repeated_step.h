@@ -1,12 +1,14 @@
-// Follows a repeating step by its requests for memory, so that only operators around a target's last use must be seen.
+// Follows a repeating step by its requests for memory, so that memplug sees only the operators around the last use of
+// each target (a tensor of the list).
 //
-// Seeing an operator costs the host up to a quarter of the time that a small operator takes. So while all operators are
-// seen (finder.h), this class learns the requests of a step in order. It also learns between which requests each target
-// has its last use and its turns (release, prefetch, restore). Once enough consecutive steps were alike, the next step
-// is followed by its requests, as long as each equals the learnt one.
+// Seeing an operator costs the host up to a quarter of the time that a small operator takes. So in steps whose
+// operators are all seen (finder.h), this class learns the requests in order. It also learns between which requests
+// each target has its last use and its turns: its release, prefetch and restore. Once enough consecutive steps were
+// alike, the next step is followed: its requests alone show how far it has come, as long as each equals the learnt one.
 //
-// The price: if a followed step departs after all, its earlier tensors are unknown, and cannot be offloaded if memory
-// is short in the rest of the step. So after each departure twice as many steps must be alike before one is followed.
+// The price: a followed step may depart, that is, make another request than the learnt one. memplug then does not know
+// the step's earlier tensors, and cannot offload them if memory is short in the rest of the step. So each departure
+// doubles the number of alike steps that it takes until a step is followed.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -24,26 +26,26 @@ namespace memplug {
 // Requests are numbered from the beginning of the step.
 class RepeatedStep {
  public:
-  // Begins a step with so many targets and turns.
+  // Begins a step; the arguments are the numbers of targets and of turns.
   void begin(size_t targets, size_t turns);
 
   bool is_followed() const {
     return is_followed_;
   }
 
-  // Excludes this step from those that later steps are compared with.
+  // Spoils this step: it counts as unlike the steps before and after it.
   void spoil() {
     is_spoilt_ = true;
   }
 
-  // Spoils the step; from now on twice as many steps must be alike before one is followed.
+  // Spoils this step, and doubles the number of alike steps that it takes until a step is followed.
   void distrust() {
     if (!std::exchange(is_spoilt_, true)) {
       needed_ = std::min(2 * needed_, kMany);
     }
   }
 
-  // Ends the step. `is_whole`: every target was found in it.
+  // Ends the step. `is_whole`: whether every target was found in it.
   void end(bool is_whole);
 
   // -- while all operators are seen --
@@ -54,7 +56,8 @@ class RepeatedStep {
   // Learns that an outermost operator begins, and on which stream.
   void learn_operator(int64_t stream);
 
-  // Learn that the running operator is the last to use a target's storage, and later that this operator is over.
+  // `learn_last_use` learns that the running operator is the last to use a target's storage before it leaves, and
+  // `learn_end_of_last_use` that this operator has ended.
   void learn_last_use(int32_t target, const c10::Storage& storage);
   void learn_end_of_last_use(int32_t target);
 
@@ -62,7 +65,7 @@ class RepeatedStep {
     now_.turns[turn] = made();
   }
 
-  // Returns for each turn how many requests the followed step makes before it.
+  // Returns for each turn how many requests the followed step makes before it; -1: the learnt step had no such turn.
   const std::vector<int64_t>& turns() const {
     return former_.turns;
   }
@@ -72,16 +75,17 @@ class RepeatedStep {
   // Notes that an action is due at a request, so that `pass` refuses the request.
   void expect(int64_t request);
 
-  // Called at each request, without a lock: returns whether the request is the learnt one and no action is due at it.
-  // The data that training threads read here changes only between steps.
+  // Called at each request, without a lock. If the request is the learnt one and no action is due at it, counts the
+  // request, and returns true. Apart from that count, the data that training threads read here changes only between
+  // steps.
   bool pass(int64_t nbytes, const void* stream) {
     int64_t number = next_.load(std::memory_order_acquire);
     return number < static_cast<int64_t>(quiet_.size()) && quiet_[number] && is_learnt(number, nbytes, stream) &&
         next_.compare_exchange_strong(number, number + 1, std::memory_order_acq_rel);
   }
 
-  // Called at a request that `pass` has refused: returns whether the request is the learnt one, and every last use that
-  // is due before it was seen.
+  // Called at a request that `pass` has refused. If the request is the learnt one, and each last use that is due before
+  // it was seen, counts the request, and returns true.
   bool follow(int64_t nbytes, const void* stream);
 
   // Return the number of the last request, and the place of the outermost operator that made it; -1: there was none.
@@ -92,11 +96,12 @@ class RepeatedStep {
     return next_ == 0 ? -1 : former_.requests[next_ - 1].place;
   }
 
-  // Returns the targets whose last use may happen now.
+  // Returns the open targets: those whose last use may happen now.
   const std::vector<int32_t>& open() const {
     return open_;
   }
 
+  // `is_of` returns whether the storage is that of an open target; `close` notes that this target's last use was seen.
   bool is_of(int32_t target, const c10::Storage& storage) const;
   void close(int32_t target, const c10::Storage& storage);
 
@@ -105,8 +110,8 @@ class RepeatedStep {
 
   // -- at any time --
 
-  // `served` notes the memory that served the step's last request; `served_other` notes that of a request outside of
-  // the step.
+  // `served` notes the memory that served the step's last request; `served_other` notes memory that served a request
+  // outside of the step.
   void served(const void* memory);
   void served_other(const void* memory) {
     requests_.erase(memory);
@@ -157,9 +162,11 @@ class RepeatedStep {
   int alike_ = 0, needed_ = kFew; // number of alike steps in a row; how many are needed to follow the next step
   int64_t opens_ = 0;
   std::optional<int64_t> stream_; // stream of the step's last operator
-  std::vector<WeakStorage> storages_, former_storages_; // by target; weak, so that no other gets the address
+  // by target; the weak references keep other storages from getting the addresses
+  std::vector<WeakStorage> storages_, former_storages_;
   ska::flat_hash_map<const void*, int32_t> target_of_; // latest target of each storage
-  ska::flat_hash_map<const void*, int64_t> requests_; // last request of each memory; when followed, only of targets
+  // by address: the last request that it served; in a followed step, only requests of targets
+  ska::flat_hash_map<const void*, int64_t> requests_;
   ska::flat_hash_map<int64_t, int32_t> wanted_; // targets, by the request that makes their memory
   std::vector<int32_t> by_opening_, open_;
   std::vector<uint8_t> quiet_; // by request: 1 if no action is due at it

@@ -17,7 +17,8 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
   if (!is_running_) {
     return false;
   }
-  counters.steps > 0 ? repeated_.distrust() : repeated_.spoil(); // the first step is not seen from its beginning
+  // a failure in the first step, which is not seen from its beginning, says nothing about later steps
+  counters.steps > 0 ? repeated_.distrust() : repeated_.spoil();
   if (failures == 1) {
     const int64_t released = swapper_->release_leaving();
     if (released > 0) {
@@ -26,8 +27,9 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
     }
   }
   std::vector<Idle> all = idle();
-  // Tensors that were not used lately come first. Of these, the smallest that is large enough comes first; if none is
-  // large enough, the largest. Of several of one size, the one whose last use is oldest: backward needs it last.
+  // Tensors that were not used lately come first. Among them, the smallest that is large enough comes first; if none is
+  // large enough, the largest does. Among tensors of one size, the least recently used comes first: backward needs it
+  // last.
   const auto rank = [&](const Idle& each) {
     const bool soon = each.last_use + kSoon >= moments_, small = each.nbytes < nbytes;
     return std::tuple(soon, small, small ? -each.nbytes : each.nbytes, each.last_use);

@@ -32,7 +32,7 @@ StorageSwapper::StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab
 StorageSwapper::~StorageSwapper() {
   const Lock lock(swap_mutex());
   copies_.drain();
-  for (const auto& absent : all_) { // the device has no room for these: they stay on the host for good
+  for (const auto& absent : all_) { // the device had no room for these storages: they stay on the host for good
     absents().erase(absent->storage);
     if (absent->passive && absent->state == OffloadState::AWAY) {
       note_moved_out(-absent->nbytes);
@@ -83,7 +83,7 @@ std::optional<std::vector<double>> StorageSwapper::operators_s() {
   return copies_.times.operators_s(streams_);
 }
 
-// Returns a stream's number among the users of `copies_`.
+// Returns a stream's index among the users of `copies_`; a new stream becomes a user.
 size_t StorageSwapper::user_of(const StreamRef& stream) {
   const size_t user = copies_.note_user(stream);
   waited_.resize(copies_.users().size());

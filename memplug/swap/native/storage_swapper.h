@@ -6,8 +6,8 @@
 //
 // The storage itself changes: while it is away, it points to pinned host memory, which the device can read (unified
 // addressing). So every view, alias and version counter of every graph stays valid. Unobserved code (Triton,
-// extensions) reads the right values, slowly. A storage that dies frees its host memory through its deleter. Before
-// torch hands out a pointer to write to, it calls memplug (`StorageImpl::set_materializer`), which restores the
+// extensions) reads the right values, slowly. If a storage dies, the deleter of its pointer frees the host memory.
+// Before torch hands out a pointer to write to, it calls memplug (`StorageImpl::set_materializer`), which restores the
 // storage. So whatever a plan says, no value is lost, and no stale value is read.
 //
 // If a request for memory has failed, storages leave at once (`leave_now`). A recording does not show that they left,
@@ -55,8 +55,8 @@ inline void unlock(std::recursive_mutex& mutex, bool in_child) {
   }
 }
 
-// Returns the one mutex of all swappers in the process, since torch reports a write to a storage without its swapper.
-// The mutex is recursive, since freeing memory may free other memory.
+// Returns the mutex that all swappers of the process share: when torch reports a write to a storage, it does not say
+// which swapper has the storage. The mutex is recursive, since freeing memory may free other memory.
 std::recursive_mutex& swap_mutex();
 
 class StorageSwapper {
@@ -92,7 +92,7 @@ class StorageSwapper {
   // Starts the copy in of the storage with that key.
   void prefetch(int64_t key);
 
-  // Makes the storage usable on the device by the current stream, wherever it was.
+  // Makes the storage usable on the device by the current stream, in whatever state it is.
   void restore(int64_t key);
 
   // Called before an operator runs on the current stream: makes it wait for returned storages. Returns whether `use`
@@ -119,9 +119,9 @@ class StorageSwapper {
   // Returns whether the storage is leaving, away or returning.
   bool has(const c10::StorageImpl* storage) const;
 
-  // Measures from now on how long the program waits for copies (`waits`) and when operators begin (`operators`, see
-  // `mark_operator`), or stops if both are false. `waited_s` and `operators_s` return the results in seconds (see
-  // `StepTimes::operators_s`), or empty if the device is not done.
+  // Measures from now on how long the program waits for copies (`waits`), and when operators begin (`operators`, see
+  // `mark_operator`); stops measuring if both are false. `waited_s` and `operators_s` return the results in seconds
+  // (see `StepTimes::operators_s`); while the device still works on the step, they return nothing.
   void measure(bool waits, bool operators);
   std::optional<double> waited_s();
   std::optional<std::vector<double>> operators_s();
@@ -165,7 +165,7 @@ class StorageSwapper {
   Streams& streams_;
   std::vector<int64_t> waited_; // by user: number of the last return that it has waited for
   int64_t newest_stream_ = 0; // number of the last operator's stream
-  size_t newest_user_ = 0; // the user of that stream, once there are users
+  size_t newest_user_ = 0; // index of that stream among the users; meaningless while there are no users
   int64_t arrived_ = 0; // number of the latest return that has arrived
   EventRef last_arrival_; // event at the end of that return
   ska::flat_hash_set<const c10::StorageImpl*> returned_; // returned in this step; may dangle, only compared

@@ -22,7 +22,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 struct InForce {
   std::unique_ptr<SwapStep> step;
   bool watches = false; // whether a step runs
-  Sight seen = Sight::NOTHING; // what is seen of operators at present
+  Sight seen = Sight::NOTHING; // what the observer shows of operators now
 };
 
 InForce& in_force() {
@@ -34,11 +34,11 @@ std::atomic<bool> silent{false};
 
 // State of the calling thread.
 thread_local int32_t enclosing = 0; // number of seen operators that the thread is inside of
-thread_local OperatorMoment outermost; // number 0: the step does not know of the operator
-thread_local OperatorMoment unseen; // unseen operator that encloses the thread since the step departed, if any
+thread_local OperatorMoment outermost; // number 0: the step was not told that the outermost operator began
+thread_local OperatorMoment unseen; // in a departed step: an unseen operator that the thread may be inside of
 
-// The followed step, or null. A request at which no action is due passes it without a lock. It lives while requests are
-// watched.
+// The followed step, or null. It lets a request at which no action is due pass without a lock. The pointer is valid
+// while requests are watched.
 std::atomic<RepeatedStep*> followed{nullptr};
 
 // Number of the operators that the step waits for; `SwapStep::ANY`: all.
@@ -62,7 +62,7 @@ void see(InForce& now, Sight needed) {
   }
 }
 
-// Sees no more than the step needs: boxing tensors is most of a callback's cost.
+// Makes the observer show no more than the step needs: boxing tensors is most of a callback's cost.
 void see_what_is_needed(InForce& now) {
   followed.store(now.step->followed(), std::memory_order_release);
   const auto [needed, number] = now.step->sight();
@@ -81,7 +81,7 @@ void tell_of_last_served(SwapStep& step) {
   }
 }
 
-// Called before a request for memory is served (`memory` is null), and afterwards.
+// Called before a request for memory is served (`memory` is null), and again once it is served.
 void on_request(size_t nbytes, const void* stream, const void* memory) {
   const bool is_of_step = trains_unsuspended();
   if (is_of_step && memory != nullptr) {

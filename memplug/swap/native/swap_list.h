@@ -24,8 +24,8 @@ bool end_swap_step();
 
 SwapListCounters swap_list_counters();
 
-// Switches relief on or off, for a device or for a CPU with a limit: when a request fails, memplug offloads tensors and
-// tries the request again. `explain`: see relief.h. Throws if memplug cannot stand in front of the device's allocator.
+// Switches relief on or off: if a request fails, relief offloads tensors, and tries the request again. `device` may be
+// a CPU with a limit. `explain`: see relief.h. Throws if memplug cannot stand in front of the device's allocator.
 void catch_out_of_memory(bool on, c10::Device device, Explanation explain);
 
 // Called in the child of a fork: stops all swapping.

@@ -88,7 +88,8 @@ void add_swaps(py::module_& module) {
             std::move(swapper),
             device_type);
       });
-  using Released = py::call_guard<py::gil_scoped_release>; // another thread's operator may wait for both locks
+  // releases the GIL: another thread may hold the swap mutex inside of an operator, and wait for the GIL
+  using Released = py::call_guard<py::gil_scoped_release>;
   module.def("unload_swap_list", &unload_swap_list, Released());
   module.def("drop_swap_list", &drop_swap_list, Released());
   module.def("begin_swap_step", &begin_swap_step, Released());

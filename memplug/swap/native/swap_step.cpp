@@ -19,7 +19,7 @@ SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c
     turns_.push_back({target.prefetch, Turn::PREFETCH, index});
     turns_.push_back({target.next_use, Turn::RESTORE, index});
   }
-  returned_outside_.assign(plan_.targets.size(), 1); // assumed until it is known
+  returned_outside_.assign(plan_.targets.size(), 1); // assumed until a step has shown it
   std::stable_sort(turns_.begin(), turns_.end(), [](const Turn& one, const Turn& other) {
     return std::pair(one.place, one.kind) < std::pair(other.place, other.kind);
   });
@@ -30,7 +30,7 @@ void SwapStep::begin() {
   next_turn_ = next_late_ = 0;
   late_.clear();
   if (repeated_.is_followed()) {
-    alive_.clear(); // a followed step does not see their uses
+    alive_.clear(); // in a followed step memplug does not see the uses of these storages
     follow();
   } else {
     due_.clear();
@@ -96,7 +96,7 @@ void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Op
   lasting_.begin(finder_.now());
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t slot) {
     if (finder_.anchor(tensor.storage().unsafeGetStorageImpl(), slot, number)) {
-      anchors_.push_back(tensor.storage().getWeakStorageImpl()); // so that no other storage gets its address
+      anchors_.push_back(tensor.storage().getWeakStorageImpl()); // keeps other storages from getting its address
     }
   });
   take_until(finder_.now(), false);
@@ -220,13 +220,13 @@ void SwapStep::see(const at::Tensor& tensor, const OperatorMoment& moment, bool 
           static_cast<int32_t>(tensor.scalar_type()),
           moment,
           made)) {
-    alive_.push_back(storage.getWeakStorageImpl()); // so that no other storage gets its address in this step
+    alive_.push_back(storage.getWeakStorageImpl()); // keeps other storages from getting its address in this step
   }
 }
 
 // Restores the operator's tensors that are away; called after all of its tensors were noted as in use.
 void SwapStep::use(const at::RecordFunction& function) {
-  // memplug's own copies run on streams of their own, which wait for the program's streams
+  // memplug's own copies need no order here: they run on streams of their own, which wait for the program's streams
   if (is_suspended() ? swapper_->is_empty() : !swapper_->order_use()) {
     return;
   }

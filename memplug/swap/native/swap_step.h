@@ -19,14 +19,14 @@ namespace memplug {
 
 struct SwapListCounters {
   int64_t steps = 0;
-  int64_t found = 0, missed = 0; // targets, over all steps
-  int64_t repeated = 0; // steps that were followed by their requests to the end, see repeated_step.h
+  int64_t found = 0, missed = 0; // targets (tensors of the list), over all steps
+  int64_t repeated = 0; // steps that were followed by their requests from beginning to end, see repeated_step.h
 };
 
-// What must be seen of operators: nothing, their numbers, or also their tensors.
+// The facts about operators that a step needs: nothing, their numbers, or also their tensors.
 enum class Sight : uint8_t { NOTHING, NUMBERS, TENSORS };
 
-// Must not be called from several threads at once. With an empty list, the step only knows which tensors may leave if
+// Only one thread may call it at a time. With an empty list, the step only keeps track of the tensors that may leave if
 // memory is short.
 class SwapStep {
  public:
@@ -43,11 +43,11 @@ class SwapStep {
     return is_running_;
   }
 
-  // Returns what must be seen of operators from now on, and the number of the operators to see (ANY: all).
+  // Returns the facts that the step needs from now on, and of which operators it needs them: a number, or ANY for all.
   static constexpr int32_t ANY = -1;
   std::pair<Sight, int32_t> sight() const;
 
-  // Returns whether `asked`, `served` and `served_other` have to be called.
+  // Returns whether the list has targets: only then do `asked`, `served` and `served_other` have to be called.
   bool has_targets() const {
     return !plan_.targets.empty();
   }
@@ -73,7 +73,7 @@ class SwapStep {
   void leave(const OperatorMoment& moment);
   bool is_in(const OperatorMoment& moment) const;
 
-  // Returns whether the step was followed until it departed: threads may be inside of operators that were not seen.
+  // Returns whether the step was followed, and then departed: threads may be inside of operators that were not seen.
   bool has_departed() const {
     return has_departed_;
   }
@@ -154,10 +154,11 @@ class SwapStep {
   std::vector<uint8_t> returned_outside_; // by target: whether an operator outside of the program restored it last time
   size_t next_turn_ = 0;
   RepeatedStep repeated_;
-  std::vector<std::pair<int64_t, int32_t>> due_; // in a followed step: a request, and the turn to take with it
-  std::vector<std::pair<int64_t, int32_t>> lates_; // last request before a late target's next use, and the target
+  std::vector<std::pair<int64_t, int32_t>> due_; // in a followed step: (request, turn that happens at it), sorted
+  // late targets, see `follow`: (last request before the target's next use, target), sorted
+  std::vector<std::pair<int64_t, int32_t>> lates_;
   size_t next_late_ = 0;
-  std::vector<int32_t> late_; // late targets of the current request: restored as the operator that uses them begins
+  std::vector<int32_t> late_; // late targets to restore as soon as an operator that uses them begins
   int64_t moments_ = 0;
   std::vector<int64_t> running_; // moments of the outermost operators that run now
   std::vector<int8_t> collectives_; // by operator number: whether it is a collective; -1: not known yet

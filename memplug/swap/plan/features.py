@@ -23,7 +23,7 @@ RARE = 255
 EDITS = 3
 """Number of operators that may be inserted or left out before one tensor can be mistaken for another."""
 REACH = 32
-"""The most places by which a use may be off its planned place; half of the distance that the native clock searches."""
+"""Upper bound of a tolerance, see `last_uses`: half of the distance that the native clock searches, in places."""
 
 
 class Features(NamedTuple):
@@ -67,8 +67,8 @@ def ranks(step: Trace) -> dict[int, int]:
 def uses_of(step: Trace) -> Iterator[tuple[int, TensorUse]]:
     """Yield (tensor, use) for every use by the program, in the order in which the observer sees them.
 
-    An operator's inputs come as it begins; their features count its reads already. Its outputs come as it ends, after
-    the uses by operators inside of it.
+    The observer sees an operator's inputs as the operator begins; their features then include this read. It sees the
+    outputs as the operator ends, after the uses by nested operators.
     """
     rank_of, now = ranks(step), clock_of(step).now.tolist()
     features: dict[int, Features] = {}
@@ -95,21 +95,22 @@ def uses_of(step: Trace) -> Iterator[tuple[int, TensorUse]]:
 
 
 def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], tuple[TensorUse, int]]:
-    """Return how each wanted tensor is told apart from others at an outermost operator that uses it.
+    """Return a use by which the native core can find each wanted tensor at an outermost operator.
 
     Two uses look alike if their operators, slots, sizes and dtypes are the same, and their `Features.uses` differ by at
-    most `EDITS`: the features could become equal if so many operators were left out or inserted. An anchor between the
-    two uses tells them apart.
+    most `EDITS`: their features could become equal if that many operators were inserted or left out. An anchor tells
+    the wanted use apart from a look-alike if it sets the clock in time: if the look-alike's operator reads it, or an
+    operator between the two uses and the look-alike comes later.
 
     Args:
         step: one step with tensors.
         wanted: (tensor, place) pairs.
 
     Returns:
-        (use, tolerance) for each pair that can be told apart. If operators inside of the outermost one use the tensor
-        too, `use` is the one with the largest tolerance. The tolerance is the most places by which the use may be off.
-        It is less than half of the distance to the nearest use of another tensor that looks alike. It is also less than
-        the distance, minus `EDITS`, to the nearest such use without an anchor in between.
+        (use, tolerance) for each pair that can be told apart. If nested operators use the tensor too, `use` is the one
+        with the largest tolerance: the most places by which a use may be off its planned place. A tolerance is less
+        than half of the distance to the nearest use of another tensor that looks alike. It is also less than the
+        distance to the nearest such use that no anchor tells apart, minus `EDITS`.
     """
     anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[TensorUse]] = {}
@@ -169,7 +170,7 @@ def _tolerance(tensor: int, use: TensorUse, alike: list[tuple[int, int, int]], a
         if other == tensor or abs(uses - use.features.uses) > EDITS or distance >= nearest_without_anchor:
             continue
         nearest = min(nearest, distance)
-        # An anchor that only the earlier operator reads does not help if that operator is left out.
+        # Anchors of the wanted use's own operator do not count, since a step may leave out that operator.
         first = place if place < use.place else use.place + 1
         after = bisect.bisect_left(anchored, first)
         if after == len(anchored) or anchored[after] > place:

@@ -135,7 +135,7 @@ def in_use_bytes(step: Trace) -> np.ndarray:
         return in_use
     running = np.maximum(step.events["operator"], 0)
     operator = np.where(running >= clock.behind, clock.ticks, clock.now[running])
-    # As an operator begins, the bytes that the last event before it left are in use.
+    # As an operator begins, the bytes in use are those after the last event before it.
     before = np.searchsorted(operator, np.arange(clock.places))
     live = np.concatenate(([step.base_bytes], step.live_bytes))
     in_use[:] = live[before]
@@ -159,24 +159,24 @@ def gaps(
             the latter also has a gap from the step's beginning to its first use. The use after a gap may then lie
             outside of the program.
         resident: with `states`, indices of further tensors that live from step to step, such as frozen parameters. They
-            have gaps only between two uses, since no operator outside of the program identifies them as a step begins.
+            have no gap at a step's beginning: only a use outside of the program could identify them then.
     """
     uses, now = step.uses, clock_of(step).now
     order = np.argsort(uses["tensor"], kind="stable")
     tensor, operator, output = (uses[column][order] for column in ("tensor", "operator", "output"))
     begins = np.concatenate(([True], tensor[1:] != tensor[:-1]))[: len(tensor)]
-    # An operator may read what it writes: the step made a tensor if its first operator has it as an output, not as an
-    # input.
+    # The step made a tensor if the first operator that uses it has it as an output only. With an input too, the tensor
+    # existed before.
     first_operator = operator[np.flatnonzero(begins)][np.cumsum(begins) - 1]
     wanted = step.tensors["nbytes"] >= max(min_bytes, 1)
     lasting = np.zeros(len(step.tensors), bool)
     lasting[tensor[(operator == first_operator) & ~output]] = True
     wanted[list(others)] = False
-    # Other streams may use a collective's tensors until the program waits for it, so they are never swapped.
+    # A collective's tensors are never swapped: other streams may use them until the program waits for the collective.
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     wanted[tensor[collective[step.operators["name"][operator]]]] = False
     is_program = step.operators["depth"][operator] >= 0
-    time = now[operator] + ~is_program  # a use outside of the program counts for the next place
+    time = now[operator] + ~is_program  # a use outside of the program counts as one at the next place
     may_end = np.ones(len(tensor), bool) if states else is_program
     known, there = np.zeros((2, len(step.tensors)), bool)
     if states:
@@ -196,7 +196,7 @@ def gaps(
 
 
 def held_bytes(step: Trace) -> int:
-    """Return the bytes of the largest tensor that a collective uses; steps free such tensors at different times."""
+    """Return the bytes of the largest tensor that a collective uses; steps free its memory at different times."""
     collective = np.array([name.startswith(COLLECTIVES) for name in step.names], bool)
     tensors = step.uses["tensor"][collective[step.operators["name"][step.uses["operator"]]]]
     return int(step.tensors["nbytes"][tensors].max(initial=0))
@@ -215,7 +215,7 @@ class FirstUse(NamedTuple):
 
 
 def marks(step: Trace) -> list[FirstUse]:
-    """Return the marks of tensors that exist before the step and are read outside of the program once it has begun."""
+    """Return the first read of each tensor from before the step outside of the program, once that has begun."""
     clock = clock_of(step)
     begins = clock.outermost[0] if clock.ticks else len(step.operators)
     outside = begins + np.flatnonzero(step.operators["depth"][begins:] == NO_PART)
@@ -237,7 +237,7 @@ def marks(step: Trace) -> list[FirstUse]:
 
 
 def outside_of(step: Trace, after: int) -> list[int]:
-    """Return the operators that `FirstUse.number` counts after `after`, as indices into `Trace.names`."""
+    """Return the operators that `FirstUse.number` counts from `after` on, as indices into `Trace.names`."""
     here = (clock_of(step).now == after) & (step.operators["depth"] == NO_PART)
     here[: clock_of(step).outermost[after]] = False
     return step.operators["name"][here].tolist()

@@ -1,10 +1,10 @@
 """Finds the fewest bytes that bring a step within its budget, with an integer program over the candidates.
 
 It is a covering program: at every operator above the budget, the chosen candidates that may be away there must have at
-least as many bytes as the excess. If no operator may wait, the link limits the bytes that are away at an operator o.
-Of candidates that are last used at an operator a or later, no more bytes can be away than the link carries from a to o.
-Of candidates that are next used at an operator b or earlier, no more bytes can be away than it carries from o to b.
-Both limits are linear in the choice.
+least as many bytes as the excess. If no operator may wait, the link also limits the bytes that can be away at an
+operator o. Candidates that are last used at an operator a or later can have at most the bytes that the link carries
+from a to o. Candidates that are next used at an operator b or earlier can have at most the bytes that it carries from
+o to b. Both limits are linear in the choice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GAP = 0.01
 """Share by which a choice may exceed the fewest bytes: to prove a smaller share takes longer than it saves."""
 
 ATTEMPTS = 24
-"""The most choices to solve for; each is excluded before the solver seeks the next."""
+"""Largest number of choices to solve for; each solution excludes the choices before it."""
 
 
 def cover(
@@ -88,7 +88,7 @@ def _gaps(problem: SwapProblem, waits: bool) -> list[slice]:
 
 
 def _rows(problem: SwapProblem, gaps: list[slice], usable: list[int], waits: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each constraint which candidates count, bool[r, usable], and their least total bytes, float64[r]."""
+    """Return for each constraint the candidates that it sums up, bool[r, usable], and their least sum, float64[r]."""
     need = problem.in_use_bytes - problem.budget_bytes
     first = np.array([gaps[index].start for index in usable])
     end = np.array([gaps[index].stop for index in usable])

@@ -1,4 +1,4 @@
-"""Estimates when the token-wise technique's copies occupy the link, on which the list's copies run too (5.4)."""
+"""Estimates when tokenwise's copies occupy the link, which they share with the list's copies (Chameleon, 5.4)."""
 
 from __future__ import annotations
 

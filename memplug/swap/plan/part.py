@@ -21,7 +21,7 @@ from memplug.swap.plan.policy import swap_list
 from memplug.swap.plan.problem import FROM_THE_BEGINNING, Candidate, OverBudgetError
 
 FROM_BEFORE = (TensorUse(FROM_THE_BEGINNING, 0, False, 0, Features()), 0)
-"""Stands for the entry of `last_uses` of a tensor that is offloaded as the step begins."""
+"""In place of an entry of `last_uses`, for a tensor that is offloaded as the step begins, so has no last use."""
 _UNPREDICTED = {"predicted_peak_bytes": 0, "predicted_stall_s": 0.0, "predicted_step_s": 0.0}
 
 
@@ -64,14 +64,14 @@ class SwapPart(PlanPart):
     Attributes:
         names: names of operators.
         program: the outermost operators in order, as indices into `names`.
-        outside: (place, operators) for each sequence of operators outside of the program that has anchors. The place is
-        that of the program's operator before the sequence; the operators, as indices into `names`, end with the last
-        anchor.
+        outside: (place, operators) for each run of operators outside of the program that has anchors. `place` is the
+            place of the program's operator before the run. `operators` are indices into `names`, up to the run's last
+            anchor.
         ranks: frequency rank of each name, see `memplug.swap.plan.features.ranks`; 0: the program does not run it.
         targets: tensors to swap, sorted by last use; empty if the step fits without a list, or no list suffices.
-        anchors: (place, slot, tensor), see `memplug.swap.plan.features.anchors`. Places beyond the program number the
-        operators of `outside` in order, see `memplug.swap.plan.from_trace.marks`.
-        host_bytes: the host memory that all targets take together.
+        anchors: (place, slot, tensor), see `memplug.swap.plan.features.anchors`. Places from the program's length on
+            stand for the operators of `outside`, in their order; see `memplug.swap.plan.from_trace.marks`.
+        host_bytes: the host memory for all targets together.
         predicted_peak_bytes, predicted_stall_s, predicted_step_s: predictions for a step under the list.
         impossible: why no list keeps to the budgets; "" if one does, or none is needed.
     """
@@ -216,7 +216,7 @@ def plan_part(
 def _marked(
     step: Trace, keys: Collection[int]
 ) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], list[tuple[int, int, int]]]:
-    """Return `SwapPart.outside` and its anchors, for the tensors in `keys`, which leave as the step begins."""
+    """Return `SwapPart.outside` and the anchors in it; `keys` are the tensors that leave as the step begins."""
     place, outside, anchors_there = clock_of(step).ticks, [], []
     for after, group in itertools.groupby(
         (mark for mark in marks(step) if mark.tensor in keys), lambda mark: mark.after
@@ -258,8 +258,8 @@ def _impossible(error: OverBudgetError, step: Trace, budgets: SwapBudgets) -> Sw
     )
     if error.host_limited:
         return SwapError(
-            f"{host_gib} of host memory are too little to keep a step to {device_gib} of the device; with more of it, "
-            f"a step could keep to {least_gib}",
+            f"{host_gib} of host memory are too little to keep a step to {device_gib} of the device; with more host "
+            f"memory, a step could keep to {least_gib}",
             'Raise "host_budget_gib", or "device_budget_gib"; or let a step take less.',
             code="MP015",
         )

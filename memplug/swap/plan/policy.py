@@ -102,7 +102,7 @@ def score(candidate: Candidate, reduction_bytes: np.ndarray, largest_bytes: int)
 
 
 def candidate_list(problem: SwapProblem, reduction_bytes: np.ndarray, chosen: Chosen) -> list[int]:
-    """Return the candidate list (5.3): candidates not yet chosen whose gap has an excess, the highest score first."""
+    """Return the candidate list (5.3): candidates, not chosen yet, that could lower the excess; best score first."""
     useful = [
         index
         for index, each in enumerate(problem.candidates)
@@ -113,10 +113,10 @@ def candidate_list(problem: SwapProblem, reduction_bytes: np.ndarray, chosen: Ch
 
 
 def algorithm_2(problem: SwapProblem) -> Chosen:
-    """Choose candidates until the memory reduction list is empty (5.5).
+    """Choose candidates until the memory reduction list, the excess over the budget, is all 0 (5.5).
 
-    A candidate is chosen if it lowers the excess (the bytes above the budget) without waits, and the host has room for
-    it. If no candidate does, the step must wait, see `forced`.
+    A candidate is chosen if it lowers the excess without waits, and the host has room for it. If no candidate does, the
+    step must wait, see `forced`.
 
     Raises:
         OverBudgetError: no candidate is left that could lower the excess.
@@ -143,8 +143,9 @@ def algorithm_2(problem: SwapProblem) -> Chosen:
 def forced(problem: SwapProblem, chosen: Chosen, may_add: bool = True) -> Chosen | None:
     """Return a choice that keeps to the budget by letting the step wait; None if no waiting is enough.
 
-    At the operator with the largest excess, force the best candidate to be away, and let the step wait for its copies;
-    repeat until there is no excess. The best candidate is the one with the highest score, of those not yet away.
+    At the operator with the largest excess, force the best candidate that is not away yet to be away, and let the step
+    wait for its copies. Repeat this until there is no excess. The best candidate is the one with the highest score,
+    chosen ones first.
 
     Args:
         problem: the step.
@@ -168,7 +169,7 @@ def forced(problem: SwapProblem, chosen: Chosen, may_add: bool = True) -> Chosen
         if not useful:
             return None
         largest = max(problem.candidates[index].nbytes for index in useful)
-        # Candidates that are chosen already come first: their copies cost nothing more.
+        # A candidate that is chosen already costs no further copies.
         best = max(
             useful, key=lambda index: (index in chosen, score(problem.candidates[index], excess, largest), -index)
         )

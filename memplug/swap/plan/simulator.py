@@ -1,7 +1,7 @@
 """Places the copies of chosen candidates beside other copies on the link, and predicts the waiting (Chameleon, 5.4).
 
-The paper gives each copy one logical layer with enough time left. Here copies follow one another on the link, each
-direction by itself, and may last longer than a layer: a copy of logits may take as long as several.
+The paper assigns each copy to one logical layer that has enough time for it. Here the copies of each direction follow
+one another on the link, and may last longer than a layer: a copy of logits may take as long as several layers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ NOT_FORCED = (1 << 62, -1)
 def place(problem: SwapProblem, needed: Needed) -> tuple[Swap, ...]:
     """Place offloads as early and prefetches as late as possible, such that only operators in `needed` cause waiting.
 
-    A copy to the host begins after the candidate's last use and after the copy before it (5.4.2). The memory is
-    released as soon as no operator has to wait for the copy. Prefetches are placed from the end of the step to its
-    beginning. Each ends at the candidate's next use, or, if that is earlier, when the prefetch after it begins (5.4.1).
+    A copy to the host begins after the candidate's last use, and after the copy before it (5.4.2). The memory is
+    released before the first operator that need not wait for the copy. Prefetches are placed from the end of the step
+    to its beginning. Each ends at the candidate's next use, or when the prefetch after it begins, if that is earlier
+    (5.4.1).
 
     Args:
         problem: the step.

@@ -2,14 +2,14 @@
 // orders.
 //
 // A placement is stable if no buffer can be moved to a lower offset; if any placement fits, a stable one does. The
-// search places buffers in the order of rising offsets, and of ranks at the same offset, so that it visits each
-// placement once. (Canonical solutions, section inference and dynamic decomposition: M. Moffitt, "MiniMalloc", ASPLOS
-// 2023.)
+// search places buffers in the order of rising offsets. At the same offset it places them in the order of their ranks,
+// which are drawn anew for each restart. So it visits each placement once. (Canonical solutions, section inference and
+// dynamic decomposition: M. Moffitt, "MiniMalloc", ASPLOS 2023.)
 //
-// Two things are added here. First, a bound: once the search has passed the offset at which an unplaced buffer would
-// rest, that buffer must rest on one that is still to be placed, and a shortest path bounds its offset from below.
-// Second, restarts (Luby's sequence), with orders that are drawn at random and favour buffers at which earlier searches
-// failed.
+// Two things are added here. First, a bound. An unplaced buffer would rest at the lowest offset above the placed
+// buffers. Once the search has passed this offset, the buffer must rest on another that is placed later; a shortest
+// path gives a lower bound of its offset. Second, restarts (Luby's sequence), with orders that are drawn at random and
+// favour buffers at which earlier searches failed.
 #include <pthread.h>
 
 #include <algorithm>
@@ -199,8 +199,8 @@ class PlacementSearch {
     return fits;
   }
 
-  // Bounds from below the offset that each buffer may still get. A buffer that cannot be placed next will rest on one
-  // that is placed later. Returns false if a buffer does not fit below the height.
+  // Computes a lower bound of each unplaced buffer's offset. A buffer that cannot be placed next will rest on one that
+  // is placed later. Returns false if a buffer does not fit below the height.
   bool bound_offsets(const std::vector<int32_t>& rows, int64_t from, int32_t last_rank) {
     std::vector<int32_t> hanging;
     for (int32_t row : rows) {
@@ -253,8 +253,10 @@ class PlacementSearch {
   std::vector<double> blame_;  // by buffer: how often it took part in a failure, recently
   std::vector<int32_t> rank_;
   std::vector<int64_t> bound_;
-  std::vector<int64_t> sky_, load_, floor_;  // by section: top of the placed; unplaced bytes; their lowest bound
-  std::vector<int64_t> rest_, offset_;       // by buffer: lowest offset above the placed ones; offset once placed
+  // by section: end of the highest placed buffer; bytes of unplaced buffers; the lowest offset that these may get
+  std::vector<int64_t> sky_, load_, floor_;
+  // by buffer: the lowest offset above placed buffers; its own offset, if it is placed
+  std::vector<int64_t> rest_, offset_;
   std::vector<char> placed_;
   int64_t nodes_left_ = 0;
 };
