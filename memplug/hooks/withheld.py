@@ -157,7 +157,7 @@ def _withholding(own: type) -> type:
 
 
 def _looking(name: str) -> Callable[..., Any]:
-    """Return a method that calls the layer's own method on a copy with meta tensors."""
+    """Return a method that calls the cache layer's own method on a copy of the layer whose tensors are meta tensors."""
 
     def look(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(vars(self)[WITHHELD].look, name)(*args, **kwargs)

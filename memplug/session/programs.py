@@ -35,7 +35,7 @@ class Remembered:
         decisions: the part of the agreed technique to run the program under; None before there is one.
         borrowed: True if the decisions were made for another program, and this one has run a step under them.
         told: changes of stage that the log has already reported for the program.
-        turns: number of plans in a row under which this program became the same other program.
+        turns: number of plans in a row that turned this program into another one, the same one each time.
     """
 
     def __init__(self, index: int, baseline: Program):

@@ -26,7 +26,7 @@ class SwapReport(FollowerReport):
             the time that they took. None before that step.
         predicted_stall_s: the list's prediction of it; None without a list.
         found, missed: tensors of the list that were found, or not found, in a step.
-        repeated: steps that were followed by their requests alone (memplug/swap/native/repeated_step.h).
+        repeated: steps in which memplug saw only the memory requests, since they repeated a step (repeated_step.h).
         released_bytes: bytes released on the device.
         prefetched_bytes: bytes copied back.
         cancelled: tensors that were used again before their memory was released.

@@ -77,6 +77,6 @@ class Rounding:
             self._told = True
             log.warning(
                 "memplug: the device has no room for rounding buffers of %s: each prefetched tensor is allocated anew. "
-                'Leave the arena on, which needs no such buffers, or lower "device_budget_gib"',
+                'Switch the arena on, which needs no such buffers, or lower "device_budget_gib": plans then leave room',
                 size(total_bytes),
             )

@@ -53,7 +53,7 @@ class Waiting(nn.Module):
 
 
 class LaterView(Waiting):
-    """Takes a view of its input, and allocates memory like it, before it waits."""
+    """Takes a view of its input, and allocates an equal tensor, before its stream waits for the input's stream."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, like = x.view(-1, 32), torch.empty_like(x)

@@ -223,7 +223,7 @@ def test_hugging_faces_flag_is_replaced_whenever_it_is_set(
     assert function.func is checkpoint and function.keywords == {"use_reentrant": reentrant}
 
 
-def test_plan_that_keeps_everything_does_not_restore_the_scripts_checkpointing(
+def test_plain_region_does_not_checkpoint_itself_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_llama().train()
@@ -244,7 +244,7 @@ def test_plan_that_keeps_everything_does_not_restore_the_scripts_checkpointing(
 # -- what stays as it is -----------------------------------------------------------------------------------------------
 
 
-def test_flag_without_gradients_for_the_inputs_gives_the_scripts_gradients() -> None:
+def test_flag_with_frozen_inputs_gives_the_scripts_gradients() -> None:
     """Freeze the embedding, as LoRA does: a reentrant checkpoint then gives the first layer no gradients."""
 
     def frozen() -> nn.Module:

@@ -71,7 +71,7 @@ def test_late_prefetch_requests_memory_no_earlier_in_followed_steps() -> None:
 
 
 class Positions(torch.autograd.Function):
-    """A function whose backward makes positions just before the peak of memory, and uses them after it."""
+    """A function whose backward makes a tensor of indices before the peak of memory, and uses it after the peak."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:

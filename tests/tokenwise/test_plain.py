@@ -297,7 +297,7 @@ def test_plain_regions_that_communicate_stay_plain_for_longer_inputs() -> None:
         assert training.step(tokens=18) == 0
 
 
-def test_no_region_is_plain_without_device_room(keeps_nothing: None) -> None:
+def test_every_region_runs_under_memplug_if_the_device_keeps_nothing(keeps_nothing: None) -> None:
     training = Training()
     with training.session as session:
         training.reach_stable()

@@ -74,7 +74,7 @@ class Fixed:
         ):
             raise TuneError(
                 "the DeepSpeed JSON trains in 32 bits, but predictions are made for 16 bits",
-                'Leave "bf16" out, or set it to {"enabled": true}.',
+                'Set "bf16" to {"enabled": true}, or remove it: the tuned configuration then has it.',
             )
         train_batch, micro, accumulation = (_number(ds_config, key, 1) for key in BATCH_KEYS)
         if micro_batch is not None and micro not in (None, micro_batch):

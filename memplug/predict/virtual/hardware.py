@@ -140,7 +140,7 @@ class GpuProfile:
         * "measured".
         * "fitted": to measured steps.
         * "published".
-        * "scaled": the published value, times the fraction of the published value that was fitted on other hardware.
+        * "scaled": the published value, times the ratio of the fitted to the published value on other hardware.
         * "assumed".
 
         Args:

@@ -1,8 +1,6 @@
 """Units: calls inside of a region whose kernels no operator shows, and which can be run again by themselves.
 
-On a region's tape a unit is an operator. The memory of each tensor that it made is a part of the unit, with an operator
-of its own on the tape (native/units/unit.h). So a plan can keep, swap or recompute every tensor that a custom autograd
-function saved.
+On a region's tape a unit is one operator, and each tensor that it made is a further operator (native/units/unit.h). So a plan can keep, swap or recompute every tensor that a custom autograd function saved.
 """
 
 from __future__ import annotations
