@@ -21,8 +21,8 @@ def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFligh
       region, which offloads late (only if its memory is needed). In backward they are of the region prefetched next.
 
     While a region's backward runs, the executor limits prefetching (`Flow::limit_bytes`). If no region offloads late,
-    as with several graphs in flight, the time of the peak is unknown: the result is a single time, at which no bytes are
-    free for tensors in flight.
+    as with several graphs in flight, the time of the peak is unknown: the result is a single time, at which no bytes
+    are free for tensors in flight.
 
     Args:
         step: a step recorded in detail, at the safest setting.

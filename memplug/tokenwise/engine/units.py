@@ -1,6 +1,7 @@
 """Units: calls inside of a region whose kernels no operator shows, and which can be run again by themselves.
 
-On a region's tape a unit is one operator, and each tensor that it made is a further operator (native/units/unit.h). So a plan can keep, swap or recompute every tensor that a custom autograd function saved.
+On a region's tape a unit is one operator, and each tensor that it made is a further operator (native/units/unit.h). So
+a plan can keep, swap or recompute every tensor that a custom autograd function saved.
 """
 
 from __future__ import annotations
