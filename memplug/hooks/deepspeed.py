@@ -11,7 +11,7 @@
 | `pre_` and `post_sub_module_backward_function` | ZeRO 3's `parameter_offload` | to know what backward has gathered |
 | `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering external parameters is no part of regions |
 
-`install` leaves an engine without an optimizer alone: it does not train (a reference or teacher model's, for example).
+`install` skips engines that have no optimizer, since they do not train (a reference or teacher model's, for example).
 
 These symbols exist in deepspeed 0.16.5 to 0.19. Each patch carries a mark and the original function; `uninstall` or
 `Session.detach` undoes it.
@@ -107,7 +107,7 @@ class DeepSpeed(Framework):
             )
 
     def groups(self, target: AttachTarget) -> Sequence[Any]:
-        """Return the engine's data-parallel group, or all ranks if an `mpu` splits layers over ranks too."""
+        """Return the engine's data-parallel group; all ranks if it has none, or an `mpu` splits layers over ranks."""
         engine = target.engine
         group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
         if getattr(engine, "mpu", None) is None and group is not None:
@@ -178,7 +178,7 @@ def install(
     whose block says `"enabled": false` makes `initialize` remove the patch.
 
     Args:
-        attach: called with the engine and its block.
+        attach: called with the engine, and with its block or `config`.
         config: the block for engines whose configuration has none; None to leave them alone.
         off: called with the reason if an engine is left alone; "" if a block says `"enabled": false`.
 
@@ -271,10 +271,10 @@ def _hook_gathering(engine: Any, attached: AttachedModel, modules: Mapping[str, 
     """Adapt regions to ZeRO 3, which gathers parameters around every module.
 
     Gathering stays out of the regions. A region's parameters are gathered once for its recompute pass. The pass runs
-    inside the backward of a module, which needs the module's parameters afterwards. So the pass does not release
-    parameters that backward has gathered.
+    inside a module's backward. It does not release parameters that backward has gathered, since backward still needs
+    them.
     """
-    # without trained parameters, `engine.optimizer` is the offload object itself
+    # `engine.optimizer` of an engine that does not train is the `DeepSpeedZeRoOffload` itself
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     if not hasattr(offload, "pre_sub_module_forward_function"):
         raise PatchError("engine.optimizer.parameter_offload", VERSIONS)

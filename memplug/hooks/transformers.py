@@ -36,7 +36,7 @@ class Transformers(Framework):
         return "Experts" in type(module).__name__
 
     def check(self, target: AttachTarget, modules: Layers, config: MemplugConfig) -> None:
-        """Raise `ConflictError` if the block refuses gradient checkpointing, but a layer around a region has it on."""
+        """Raise `ConflictError` if gradient checkpointing is on in or around a region, and the block refuses it."""
         for name, _ in modules if config.tokenwise.checkpointing == "refuse" else ():
             check_checkpointing_is_off(layers_around(target.model, name))
 
@@ -80,7 +80,8 @@ def arguments(
     """Return a region's forward and arguments, changed so that each run gets its own copies of the key-value caches.
 
     A region that runs again in backward needs the caches as they were before its forward (`memplug.hooks.caches`).
-    Models make such caches by default, also in training. `refused` are layers that may not checkpoint themselves.
+    Models make such caches by default, also in training. `refused` are the layers whose gradient checkpointing must be
+    off.
 
     Raises:
         ConflictError: memplug withheld tensors of a cache and cannot make them again, or checkpointing was switched on

@@ -17,9 +17,10 @@ TIGHTER = 3  # how often memplug may make a new list with a smaller budget, beca
 class ListRoom:
     """The device budget, and the smaller one that a list must keep to, since a list leaves some bytes free.
 
-    A list leaves bytes free for two reasons. First, a collective's memory is freed a little earlier or later in every
-    step. Second, if a step under a list lacks memory, the next list leaves that much more free: if memplug follows a
-    step by its requests alone (memplug/swap/native/repeated_step.h), it cannot always offload tensors in time.
+    A list leaves bytes free for two reasons. First, steps free a collective's memory at slightly different times.
+    Second, a step under a list may lack memory: when memplug follows the step by its requests alone
+    (memplug/swap/native/repeated_step.h), it cannot always offload tensors in time. The next list then leaves as many
+    more bytes free as that step lacked.
 
     Args:
         asked_gib: the block's "device_budget_gib".
@@ -40,7 +41,7 @@ class ListRoom:
     def budget_bytes(self) -> int | None:
         """Return the most bytes that a step may have allocated at once; None on the CPU if no limit is set.
 
-        On a GPU this is at most the device's capacity less the memory that is reserved beside tensors.
+        On a GPU this is at most what "auto" grants, less the memory that the allocator reserves beside tensors.
         """
         asked_gib = self._asked_gib
         if self._device.memory is None:

@@ -14,7 +14,7 @@ from memplug.words import count, size
 
 
 def has_addresses(plan: MemoryPlan) -> bool:
-    """Return whether a plan has a part of the arena."""
+    """Return whether a plan has the arena's part."""
     return AddressPlan.name in plan.parts
 
 
@@ -52,7 +52,7 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def addresses(plan: AddressPlan) -> dict[str, Any]:
-    """Return those facts of a plan's addresses that all commands show."""
+    """Return the facts of a plan's addresses that `memplug plan`, `show` and `diff` share."""
     bound, solution = plan.problem.lower_bound, plan.solution
     return {
         "requests": len(plan.problem),

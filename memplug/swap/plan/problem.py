@@ -22,7 +22,8 @@ class Candidate(NamedTuple):
     last_use: int
     """The operator that uses it last before the gap; `FROM_THE_BEGINNING` if none does in this step."""
     next_use: int
-    """The operator that uses it next; if none does, the number of operators: the tensor returns after the last."""
+    """The operator that uses it next; if none of the program does, the number of the program's operators, since the
+    tensor then returns after the last of them."""
 
     @property
     def gap(self) -> slice:
@@ -56,7 +57,7 @@ class LinkDirection:
         self._bytes_per_s = bytes_per_s
 
     def seconds(self, nbytes: int) -> float:
-        """Return the seconds of a copy on a free link (Eq. 3: T_swap = S / B)."""
+        """Return the seconds of a copy on a free link (Chameleon, Eq. 3: T_swap = S / B)."""
         return nbytes / self._bytes_per_s
 
     def finish_s(self, start_s: float, nbytes: int) -> float:
@@ -77,7 +78,10 @@ class LinkDirection:
 
 
 def _at(x: list[float], y: list[float], value: float, bisect: type[bisect_left]) -> float:
-    """Return y at x = `value`, interpolated linearly; outside of the points, with slope 1."""
+    """Return y at x = `value`, interpolated linearly; outside of the points, with slope 1.
+
+    Of several points at this x, take the last, or the first if `bisect` is `bisect_left` or the x is `x[0]`.
+    """
     if value <= x[0]:
         return y[0] + value - x[0]
     if value >= x[-1] and not (bisect is bisect_left and value == x[-1]):
@@ -114,7 +118,7 @@ class SwapProblem:
 
     @property
     def operators(self) -> int:
-        """Return the number of operators; all that runs after the program counts as one more."""
+        """Return the number of operators; code after the program counts as one of them."""
         return len(self.in_use_bytes)
 
     @cached_property
