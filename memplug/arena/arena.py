@@ -43,12 +43,12 @@ class Counters(Protocol):
         written_freed: blocks that were written to after they had been freed; counted only by an arena with `checks`.
         written_beyond: blocks that were written to beyond their end; counted only by an arena with `checks`.
         reserved_bytes: memory reserved now, including memory of earlier plans that is still in use.
-        leftover_bytes: bytes of leftovers that are in use now and have been for a whole step: in the reused part (the
-            arena's memory for a step's blocks) and in the annex.
+        leftover_bytes: bytes of leftovers that have been in use for a whole step and still are, in the annex and in the
+            reused part (the arena's memory for a step's blocks).
         live_bytes, peak_bytes: bytes of blocks in use now, and the most since the last plan was loaded.
         live_size, peak_size: the same, with each block rounded up to the bytes that it occupies.
         from_arena: requests that the arena served.
-        fallback: requests of training threads that torch's allocator served.
+        fallback: requests in the four counts above `fallback_bytes`.
         mismatched: requests that fell back because the plan does not fit: `unplanned` and `occupied`.
     """
 
@@ -108,7 +108,7 @@ class Arena:
             self._native.open_arena(kind, index, checks)
         except RuntimeError as error:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}", code="MP006") from None
-        # set while a plan is loaded; also called when this object is garbage-collected
+        # `close` calls it, or Python when it collects this object; None: no plan is loaded
         self._leave: weakref.finalize | None = None
 
     def serve(self, tables: ArenaTables) -> None:
@@ -193,7 +193,7 @@ class Arena:
     def late(self) -> list[tuple[int, int]]:
         """Return pairs (late, displaced) of planned requests, as indices into `ArenaTables.requests`.
 
-        When the displaced request came, the late request's block still occupied bytes planned for the displaced one.
+        The late request's block was freed too late: it held bytes of the displaced request when that one came.
         """
         return self._native.late_requests() if self.serving else []
 

@@ -10,6 +10,14 @@ from memplug.arena.plan.part import AddressPlan
 from memplug.session.technique_report import FollowerReport, keyed
 
 
+_NOT_YET = {
+    "waiting": "no step repeated the one before it, with the decisions in force",
+    "recording": "the run ended before the step that addresses are planned from",
+    "planning": "the run ended while addresses were planned",
+}
+"""Reasons why the arena served no request, by its state at the end."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaReport(FollowerReport):
     """Counts since the session began, and memory held now and predicted; bytes as requested unless said otherwise.
@@ -26,7 +34,7 @@ class ArenaReport(FollowerReport):
         dynamic, dynamic_bytes: requests whose sizes depend on data, served from their group's reusable space.
         dynamic_missed: requests whose sizes depend on data and for which that space had no room.
         reusable, reusable_bytes: requests served from other reusable space.
-        fallback, fallback_bytes: requests that torch's allocator served although a plan was in force.
+        fallback, fallback_bytes: other requests of training that torch's allocator served although a plan was in force.
         lasting, lasting_bytes: requests that torch's allocator served because their blocks outlive the step.
         leftover_bytes: held now by blocks that outlived their step although the plan did not know.
         native_bytes: in use now in torch's own allocator; None without an arena, and on the CPU.
@@ -63,7 +71,8 @@ class ArenaReport(FollowerReport):
         served = self.served + self.dynamic + self.reusable
         if served:
             return f"{served / (served + self.fallback):.1%} of requests served by the arena"
-        return f"no arena: {self.off_because}" if self.off_because else ""
+        why = self.off_because or _NOT_YET.get(self.state)
+        return f"no arena: {why}" if why else ""
 
 
 def report_of(counters: Counters, step: Counters, plan: AddressPlan | None, **others: Any) -> ArenaReport:

@@ -17,9 +17,9 @@ from memplug.show.raster import largest, raster
 
 _SPACING = 0.013  # space between panels, as a share of the figure's height
 _LEGEND = 0.21  # space between columns, for legends, as a share of the figure's width
-_BELOW_TITLE = 0.9  # top of the panels under a legend of bars, as a share of the figure's height
+_BELOW_TITLE = 0.9  # top of panels under a title and the legend of bars, as a share of the figure's height
 _PIXELS = (600, 1200)  # rows and columns of the raster below the rectangles
-_RECTANGLES = 15_000  # at most so many are drawn one by one, the largest ones
+_RECTANGLES = 15_000  # limit of the rectangles that are drawn one by one: the largest
 _FEW = 8  # axes that span at most this get a tick at each whole number
 
 
@@ -27,7 +27,7 @@ class Drawn:
     """A figure as plotly draws it, built panel by panel.
 
     A legend stands beside its panel, aligned with the panel's top or, if centred, with its middle. If several panels
-    have legends, centring keeps a long one within the height of its panel.
+    have legends, a long one aligned with the top may reach behind the legend of the next panel.
 
     Args:
         figure: The figure to translate.
@@ -44,7 +44,7 @@ class Drawn:
         self.facts = ""
         self._views: list[str | None] = []  # name of each trace's view; None: always visible
         self._axes = 0
-        self._asked, self._legends = figure.legend, 0  # title of all views' legends; number of them so far
+        self._asked, self._legends = figure.legend, 0  # title of the views' legends; how many there are so far
         self._centred = centred
         panels = [panel for column in figure.columns for panel in column.panels]
         stacked = any(isinstance(view, Stack) for panel in panels for view in panel.views.values())
@@ -118,7 +118,7 @@ class Drawn:
             self.traces += [{**trace, "xaxis": f"x{at}", "yaxis": f"y{at}", **of_view} for trace in made.traces]
             self._views += [name] * len(made.traces)
             for kind, added in (("shapes", made.shapes), ("annotations", made.annotations)):
-                # Positions are shares of the panel or numbers along its axes.
+                # A position is a number along the axis ("x2"), or a share of the panel ("x2 domain").
                 refs = [{f"{axis}ref": f"{axis}{at}{each.pop(axis + 'whole', '')}" for axis in "xy"} for each in added]
                 self.layout[kind] += [{**each, **ref} for each, ref in zip(added, refs, strict=True)]
             if isinstance(content, Rectangles):
@@ -233,7 +233,10 @@ def _outlines(outlines: model.Outlines, x: Axis, y: Axis) -> _PlotlyParts:
 
 
 def _corners(boxes: np.ndarray, y: Axis) -> tuple[np.ndarray, np.ndarray]:
-    """Return both coordinates of the corners of boxes (lower, upper, start, stop), with NaN after each box: a gap."""
+    """Return x and y of boxes' corners: for each box all four, the first again, and NaN for a gap.
+
+    A box is a row (lower, upper, start, stop), as in `Rectangles`: its left, right, bottom and top.
+    """
     left, right, low, high = boxes.T
     gap = np.full(len(boxes), np.nan)
     across = np.stack([left, right, right, left, left, gap], axis=1).ravel()

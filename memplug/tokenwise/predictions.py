@@ -1,9 +1,9 @@
 """Compares the bytes that a step offloads with the plan's prediction.
 
-The second step under each plan is compared, since in the first one memplug learns which results of collectives no
-backward asks for. A plan is made from one observed step. Later steps offload other amounts if the observation was
-wrong, or if captures differ from the plan. Then the times that were predicted from these bytes are wrong too. In a
-mixture of experts the amounts differ from step to step: the routing decides how many rows an expert gets.
+The second step under each plan is compared. In the first, memplug still learns which collectives' results no backward
+asks for. A plan is made from one observed step. Later steps offload other amounts if the observation was wrong, or if
+captures differ from the plan. Then the times that were predicted from these bytes are wrong too. In a mixture of
+experts the amounts differ from step to step: the routing decides how many rows an expert gets.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Predictions:
     """The comparison of steps with their plan; called at the end of every step.
 
     Attributes:
-        expected_bytes: predicted bytes of the last compared step; None before a step was compared.
-        offloaded_bytes: bytes that this step offloaded, likewise.
+        expected_bytes: predicted bytes of the last compared step; None until a step under this plan was compared.
+        offloaded_bytes: bytes that this step offloaded; None until then.
     """
 
     def __init__(self, executor: Executor):

@@ -114,7 +114,7 @@ class TokenwiseReport(TechniqueReport):
 
     def _saved(self) -> str:
         full_s, regions_s = self.predicted_full_recomputation_s, self.predicted_regions_s
-        if not full_s:
+        if not full_s or not self.forwards:
             return ""
         saved = f"{full_s - regions_s:.3f} s a step: its regions would take {full_s:.3f} s recomputed in full"
         return f"by its own estimate the plan saves {saved}"

@@ -33,7 +33,7 @@ from memplug.session.table import Stage
 
 MOST_STEPS = 60  # upper limit of the steps in which memplug plans decisions and addresses
 LASTING_STEPS = 1  # steps until optimizer states and gradients exist
-SERVED_STEPS = 2  # after the arena has served for so many steps, its reservation causes no more replans
+SERVED_STEPS = 2  # steps for which the arena's reservation may cause replans, once the arena serves
 KEEPING_STEPS = 4  # further steps until memplug has written the plan to disk
 AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
 
@@ -67,7 +67,7 @@ def estimate(
             keyword arguments. Tensors on other devices, such as meta, are moved without their values.
         config: memplug's block, as in `memplug.attach`; None: the default block, enabled.
         gpu: The name of a profile in configs/hardware, such as "h200", the path of another profile, or a `GpuProfile`.
-        modes: Names from `MODES`.
+        modes: Any of "keep", "full", "selective" and "memplug" (see `MODES` in `modes.py`).
         make_optimizer: Makes the optimizer from the module's parameters; None: the step has no optimizer, and gradients
             stay from step to step.
         engine: The contents of a DeepSpeed JSON: DeepSpeed's engine trains, with the JSON's optimizer and gradient
@@ -85,12 +85,12 @@ def estimate(
         tell: Called with the name of each mode before the mode runs.
 
     Returns:
-        The estimates of all modes.
+        The estimate of each mode, or its error if no plan fits the budget (`Estimate.impossible`).
 
     Raises:
         ConfigError: The block cannot be used.
         EstimateError: A mode's name is unknown; an operator needs values that are not in the trace; the trace belongs
-            to another step; the engine offloads; or the arguments contradict each other.
+            to another step; the DeepSpeed JSON asks for offloading; or the arguments contradict each other.
         HardwareError: The GPU or its attention back end is unknown, or the virtual device cannot be made (see
             `VirtualDevice`).
         RegionError: No decoder layers were found.
@@ -175,8 +175,8 @@ def estimate_training(
         make_training: Makes the training; called once for each mode.
         request: The block, the GPU and the modes.
         rank: Makes a context in which this process is one rank of several; entered after the virtual device is made.
-        answers_to: Makes, from the device and the model, a context in which the device answers the model's reads of
-            values.
+        answers_to: Takes the device and the model, and makes a context in which the device answers the model when it
+            reads tensor values.
         tell: Called with the name of each mode before the mode runs.
     """
     hardware, attention = request.hardware, request.attention

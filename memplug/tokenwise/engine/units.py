@@ -1,7 +1,8 @@
 """Units: calls inside of a region whose kernels no operator shows, and which can be run again by themselves.
 
-On a region's tape a unit is one operator, and each tensor that it made is a further operator (native/units/unit.h). So
-a plan can keep, swap or recompute every tensor that a custom autograd function saved.
+On a region's tape a unit is one operator. Each tensor that it made, and returned or saved, is a part of the unit: the
+output of a further operator (native/units/unit.h). So a plan can keep, swap or recompute every tensor that a custom
+autograd function saved.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ class Unit(UnitCalls):
         kind: kind of its outputs. A `COLLECTIVE` is never run again. None: the outputs are cheap, and captured only if
             a plan decides so.
         is_row_wise: returns whether each row of the outputs comes from one row of the first argument. Called in each
-            call of the unit, with the state that `forward` yields.
+            call of the unit, with the state that `forward` yields, unless `kind` or `is_shared` rules rows out.
         is_shared: whether other ranks take part; if so, it runs again on all of them or on none.
         puts_back: whether it may draw from a generator and then restore its state, as `torch.random.fork_rng` does.
-        writes_unsaid: whether its kernels may write to arguments that it returns, without advancing a version.
+        writes_unsaid: whether its kernels may write to arguments that it returns, unseen by torch's version counters.
         lasting: called after each call; returns tensors that outlive the unit, such as the cast of a weight that its
-            module keeps. If the unit saves such a tensor for backward, the tensor is held.
+            module keeps. If the unit saves such a tensor for backward, memplug holds it instead of capturing it.
         reads: returns the parameters that it reads besides its arguments.
         forward: returns the context of a forward, which yields the state that the unit needs to run again. The state is
             complete once the forward is over.
         again: returns, for that state, the context in which the unit runs again.
 
     Attributes:
-        writes: indices of the tensors among its arguments that its calls have written to so far.
+        writes: indices, among its tensor arguments, of those that its calls have written to so far.
     """
 
     def __init__(
@@ -70,14 +71,14 @@ class Unit(UnitCalls):
 
     def note_writes(self, written: Sequence[int]) -> None:
         """Note further arguments that a call wrote to; memplug assumes that every later call writes to them too."""
-        if not self.is_shared:  # the region of a shared unit stays opaque
+        if not self.is_shared:  # a shared unit that writes keeps its region opaque
             self.writes.update(written)
             self.executor.functions.note_found()
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
         executor = self.executor
-        if not (torch.is_grad_enabled() or self.writes):  # no unit: its outputs are held
+        if not (torch.is_grad_enabled() or self.writes):  # no unit: memplug holds the outputs
             return call(*args, **kwargs)
         if executor.recomputing:
             state = executor.next_state(self)
@@ -92,7 +93,10 @@ class Unit(UnitCalls):
 
 
 def _overload(kind: CaptureKind | None, is_shared: bool) -> str:
-    """Return the overload of a unit's operators on the tape (native/units/units.cpp), if calls do not work by rows."""
+    """Return the overload of the operators that stand for a unit on the tape (native/units/units.cpp).
+
+    In a call that works by rows, `Unit.run` uses "rows" instead of "whole".
+    """
     if kind is None:
         return "shared" if is_shared else ""
     if kind in (CaptureKind.COLLECTIVE, CaptureKind.CHOICE):
@@ -145,7 +149,7 @@ def run_again(
     around = _NOTHING if ambient is None else restored(executor.device, surroundings, *ambient)
     with no_transforms(), executor.rerunning(), around, hooks, unit.again(state):
         out = call(*args, **kwargs)
-    if wanted and len(saved) != count:  # else the model's own hooks may have taken all saved tensors
+    if wanted and len(saved) != count:  # if none is wanted, the model's own hooks may have taken all
         raise RecomputeError(
             f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again",
             code="MP021",
