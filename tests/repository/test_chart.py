@@ -84,7 +84,8 @@ def test_readme_states_the_ranges_of_the_measured_rows() -> None:
         round(edge(percent[mode])) for mode in ("memplug", "full") for edge in (min, max)
     ]
     stated = re.search(
-        r"peaks at ([\d.]+) to ([\d.]+) of full recomputation's peak, and reserves ([\d.]+) to ([\d.]+) of its", text
+        r"relative to full recomputation, memplug peaks at ([\d.]+) to ([\d.]+) and reserves ([\d.]+) to ([\d.]+)\.",
+        text,
     )
     assert [float(figure) for figure in stated.groups()] == [
         round(edge(over_full(amount)), 2) for amount in ("peak_gb", "reserved_gb") for edge in (min, max)

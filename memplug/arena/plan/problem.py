@@ -1,8 +1,8 @@
 """The layout problem and its solution: buffers with lifetimes and sizes, and an offset for each.
 
 Offline Dynamic Storage Allocation (MEMO, section 4.2): given the lifetime and size of every request, find offsets in
-one arena such that the arena is as low as possible. Lifetimes are half-open intervals on a clock of events. A problem
-stores its buffers as a table; a `Buffer` is one row of it, for people and tests.
+one arena that make its height, the bytes that it needs, as small as possible. Lifetimes are half-open intervals on a
+clock of events. A problem stores its buffers as a table; a `Buffer` is one row of it, for people and tests.
 """
 
 from __future__ import annotations
@@ -83,14 +83,15 @@ class Problem:
 
     Attributes:
         buffers: of dtype BUFFER.
-        ids: names of the buffers: int64, running numbers of requests in their trace; or str, as in a CSV. By default
-            the rows.
+        ids: names of the buffers: int64, the numbers of their requests in a trace; or str, as in a CSV. By default
+            the row numbers.
         orderings: of dtype ORDERING, sorted by time.
         phases, layers: the phases and layers that columns of `buffers` index.
         fingerprint: of the trace; empty if the problem does not come from a trace.
 
     Raises:
-        LayoutError: a size, alignment or lifetime is impossible; names the first such buffer.
+        LayoutError: a buffer's size, alignment or lifetime is impossible (the error names the first such buffer), the
+            sizes together are too large, or `orderings` is not sorted.
     """
 
     buffers: np.ndarray
@@ -165,7 +166,7 @@ class Solution:
     """An offset for every buffer of a problem.
 
     Attributes:
-        offsets: int64[n], bytes from the beginning of the arena, aligned with `Problem.buffers`.
+        offsets: int64[n], bytes from the beginning of the arena, in the order of `Problem.buffers`.
         height: bytes of the arena.
         planner: name of the planner that found it.
         optimal: whether it is proven that no lower solution exists.
@@ -222,7 +223,7 @@ def fragmentation(lower_bound_bytes: int, height_bytes: int) -> float:
 
 
 def time_memory_product(table: np.ndarray, offsets: np.ndarray) -> float:
-    """Return the share of the rectangle around the buffers that they use, in (0, 1] (STWeaver, Eq. 1).
+    """Return the share of their bounding rectangle that the buffers use, in (0, 1] (STWeaver, Eq. 1).
 
     The rectangle (bytes times duration) reaches from the lowest offset to the highest end, and from the first lower to
     the last upper. Without buffers the share is 1.

@@ -43,7 +43,7 @@ struct Thread {
   Place last_backward;
   uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` belongs to
   Place outside_of_backward; // place of the nodes that the thread makes outside of backward
-  bool made_in_backward = false; // whether a backward has marked new nodes with another place
+  bool made_in_backward = false; // a backward marked other places: `here` has to mark that one again
 };
 
 thread_local Thread this_thread;
@@ -68,7 +68,8 @@ void mark(Place place) {
   marks.push_back({sequence, place.micro_batch, place.layer});
 }
 
-// Assigns the nodes that the calling thread makes from now on to `place`; in a backward, only until it ends.
+// Marks the nodes that the calling thread makes from now on with `place`. A mark made in a backward holds until that
+// backward has ended: then `here` marks `outside_of_backward` again.
 void mark(Thread& thread, Place place) {
   if (in_backward()) {
     thread.made_in_backward = true;

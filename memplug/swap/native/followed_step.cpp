@@ -8,17 +8,18 @@
 
 namespace memplug {
 
-// Begins to follow the step: finds the request at which each turn is due. A release or prefetch happens at the
-// first request after its operator has begun. A restore must come before its operator, which is the next use, so it
-// happens at the last request before that operator. If the prefetch happens only after that request, the tensor is
-// late: memplug has to see the next use itself, and restores the tensor as that operator begins.
+// Begins to follow the step: finds the request at which each turn (a release, prefetch or restore) is due. A release or
+// prefetch is due at the first request after the operator at its place has begun. A restore must come before the
+// operator at its place, the next use, so it is due at the last request before that operator. If the prefetch is due
+// only after that request, the tensor is late: memplug has to see the next use itself, and restores the tensor as that
+// operator begins.
 void SwapStep::follow() {
   if (due_.empty()) {
     lates_.clear();
     const std::vector<int64_t>& after = repeated_.turns();
     std::vector<int64_t> prefetches(plan_.targets.size(), 0);
     for (size_t i = 0; i < turns_.size(); ++i) {
-      // a loop of its own, since a prefetch at the place of the next use comes after the restore in `turns_`
+      // all prefetches first: `turns_` has a prefetch at the place of the next use after the restore
       if (turns_[i].kind == Turn::PREFETCH) {
         prefetches[turns_[i].target] = after[i] < 0 ? INT64_MAX : after[i];
       }
@@ -28,7 +29,7 @@ void SwapStep::follow() {
       int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
       if (turn.kind == Turn::RESTORE && after[i] >= 0) {
         if (prefetches[turn.target] < requests) {
-          // request 0 is the earliest: there, `leave_at_the_beginning` offloads
+          // not before request 0, at which `leave_at_the_beginning` offloads
           requests = std::max<int64_t>(requests - 1, 0);
         } else {
           lates_.emplace_back(requests - 1, turn.target);

@@ -25,7 +25,7 @@ inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
 
 // Returns an action for each operator, decided from the last operator to the first. If a storage that an operator makes
 // or writes to is needed, the pass substitutes the operator's captured rows, or runs the operator if it has none.
-// Unless all rows are captured, the pass then needs the storages that the operator reads, too.
+// Unless all rows are captured, the pass computes the rest, and so needs the storages that the operator reads.
 //
 // `operators`: has these members, where `i` is an operator's index.
 //

@@ -1,4 +1,4 @@
-// The part of a forward that notes units (unit.h), and finds the effects of unobserved code.
+// Methods of `Forward` that note units (unit.h), and find the effects of unobserved code.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
