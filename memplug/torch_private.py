@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
@@ -196,6 +197,18 @@ def compiled_call(frame: FrameType) -> tuple[Any, Any] | None:
     if frame.f_code.co_name != _WRAPPER or frame.f_globals.get("__name__") != COMPILER:
         return None
     return frame.f_locals.get("fn"), frame.f_locals.get("cleanups")
+
+
+# -- activation checkpointing --
+
+CheckpointFunction = _name("torch.utils.checkpoint.CheckpointFunction", "replaces reentrant checkpoints", needed=False)
+
+
+def checkpoint_wrappers() -> tuple[type, ...]:
+    """Return the class of modules that checkpoint another module (FSDP, torchtitan); empty if it is not imported."""
+    module = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    found = getattr(module, "CheckpointWrapper", None)
+    return () if found is None else (found,)
 
 
 # -- the virtual device and estimates --

@@ -9,7 +9,6 @@ from memplug.arena.arena import Counters
 from memplug.arena.plan.part import AddressPlan
 from memplug.session.technique_report import FollowerReport, keyed
 
-
 _NOT_YET = {
     "waiting": "no step repeated the one before it, with the decisions in force",
     "recording": "the run ended before the step that addresses are planned from",

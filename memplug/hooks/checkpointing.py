@@ -26,11 +26,11 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from memplug import torch_private
 from memplug.errors import ConflictError
 from memplug.session.attached import AttachedModel
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 _CLASS = "CheckpointFunction"
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
 
@@ -59,9 +59,9 @@ def take_over(modules: Sequence[tuple[str, nn.Module]], model: nn.Module, attach
     if any(getattr(module, FLAG, False) for _, module in modules):
         tell(attached, FLAG)
     regions = {id(module) for _, module in modules}
-    wrapper_class = getattr(sys.modules.get(_WRAPPERS), "CheckpointWrapper", ())  # nothing is an instance of ()
+    wrappers = torch_private.checkpoint_wrappers()
     for wrapper in model.modules():
-        if isinstance(wrapper, wrapper_class) and id(wrapper._checkpoint_wrapped_module) in regions:
+        if isinstance(wrapper, wrappers) and id(wrapper._checkpoint_wrapped_module) in regions:
             _call_directly(wrapper, attached)
 
 
@@ -186,7 +186,8 @@ class ReentrantCheckpoints:
         if not replaces(attached):
             raise ConflictError(
                 f"region {name} runs inside of a reentrant checkpoint, and memplug recomputes it too",
-                'Leave out the checkpoint, or let memplug replace it: "tokenwise": {"checkpointing": "replace"}.',
+                "Leave out the checkpoint (Hugging Face: `model.gradient_checkpointing_disable()`), or let memplug "
+                'replace it: "tokenwise": {"checkpointing": "replace"}.',
                 code="MP002",
             )
         self._with_regions.add(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ losses = train_engine(engine, 3)
 layers = sorted(key for layer in engine.module.model.layers for key in layer.__dict__ if "memplug" in key)
 weights = [parameter.double().sum().item() for parameter in engine.module.parameters()]
 json.dump([losses, weights, layers], open(sys.argv[2], "w"))
+engine.destroy()
 """
 
 
@@ -40,6 +42,7 @@ def restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     yield
     memplug.uninstall()
+    gc.collect()  # tensors in the arena of a destroyed engine would be in the way of later tests
 
 
 def test_memplug_run_runs_a_script_as_python_does(tmp_path: Path) -> None:

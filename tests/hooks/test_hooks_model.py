@@ -172,7 +172,7 @@ def test_checkpointing_enabled_after_attach_is_refused(regions: Any, reentrant: 
     with memplug.attach(model, block(regions=regions, checkpointing="refuse")):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
-        with pytest.raises(ConflictError, match="model.layers.*is on") as error:
+        with pytest.raises(ConflictError, match="model.layers.*(is on|runs inside of a reentrant checkpoint)") as error:
             train(model)
         assert "gradient_checkpointing_disable" in error.value.advice
         del error  # before transformers 5.24, its frames keep torch's checkpoint and its hooks alive
