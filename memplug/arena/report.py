@@ -10,7 +10,7 @@ from memplug.arena.plan.part import AddressPlan
 from memplug.session.technique_report import FollowerReport, keyed
 
 _NOT_YET = {
-    "waiting": "no step repeated the one before it, with the decisions in force",
+    "waiting": "no step repeated the one before it",
     "recording": "the run ended before the step that addresses are planned from",
     "planning": "the run ended while addresses were planned",
 }

@@ -130,6 +130,6 @@ def test_attached_session_logs_its_last_line_as_the_process_ends(end: str, tmp_p
     assert "Traceback" not in output
 
 
-def test_last_line_of_an_idle_session_counts_zero_steps() -> None:
+def test_last_line_of_an_idle_session_says_why_there_is_no_arena() -> None:
     with memplug.attach(Stack(1), {"enabled": True, "tokenwise": {"enabled": False}}) as session:
-        assert closing.line(session._attached) == "after 0 steps"
+        assert closing.line(session._attached) == "after 0 steps; no arena: no step repeated the one before it"
