@@ -95,7 +95,7 @@ class TokenwiseConfig(TechniqueSection):
     """The modules that run as regions. A non-empty list of glob patterns over whole names of modules, for example
     ["model.layers.*.self_attn", "model.layers.*.mlp"]: *, ? and [0-3] stay within one part of a name, and parts that
     wrappers insert may be left out. A pattern must match on at least one rank. Or "auto": every decoder layer of a
-    Hugging Face or Megatron-Core model; in other models the blocks that repeat (numbered children of one class)."""
+    Hugging Face or Megatron-Core model; in other models the modules that repeat (numbered children of one class)."""
     min_offload_bytes: Bytes = 1 << 20
     """Tensors smaller than this are never swapped. A whole number, 0 or more, in bytes."""
     buffers: Buffers = 2

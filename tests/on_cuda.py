@@ -3,8 +3,8 @@
 Call: `python -m pytest -p tests.on_cuda -m "(gpu or device) and not long"`.
 
 torch is asked for deterministic kernels, since those that add in any order would differ between two runs of one step.
-The workspaces of cuBLAS are made small: the usual ones need more memory than a tiny model. The tests run in one
-process: tests of a full device fill its memory, and requests of tests that ran meanwhile would fail.
+The workspaces of cuBLAS are made small: the usual ones need more memory than a tiny model. Tests of a full
+device fill its memory: requests of tests that run in other processes meanwhile may fail.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def attach(
     Args:
         target: a DeepSpeed engine, a Megatron-Core model or the list of its chunks, or any `nn.Module`. All parameters
             must be on one device. memplug finds the layers of Hugging Face and Megatron-Core by class, and in other
-            models the blocks that repeat. To name other layers, give patterns of module names in the block's
+            models the modules that repeat. To name other layers, give patterns of module names in the block's
             `tokenwise.regions`.
         config: the "memplug" block as a dict, or the path of a DeepSpeed JSON. By default, the block of the engine's
             configuration; for a model without an engine, `{"enabled": true}`.

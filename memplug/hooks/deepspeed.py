@@ -101,7 +101,7 @@ class DeepSpeed(Framework):
         offloads = " and ".join(offloads_of(_configuration(target.engine)))
         if offloads:
             raise ConflictError(
-                f'DeepSpeed offloads itself ({offloads}), and "swap": {{"states": true}} would move the same tensors',
+                f'DeepSpeed already offloads ({offloads}), and "swap": {{"states": true}} would move the same tensors',
                 "Remove one of the two. If device memory runs out in the optimizer, keep DeepSpeed's: memplug's does "
                 "not help there.",
             )

@@ -1,4 +1,4 @@
-"""Finds the modules that run as regions: those that the block names, a framework's layers, or blocks that repeat."""
+"""Finds the modules that run as regions: those that the block names, a framework's layers, or modules that repeat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger("memplug")
 
 
 def find_layers(model: nn.Module, config: MemplugConfig, ranks: Ranks | None = None) -> tuple[Layers, bool]:
-    """Return the layers that the block names, or else those that a framework recognises, or else blocks that repeat.
+    """Return the layers that the block names, or else those that a framework recognises, or else modules that repeat.
 
     All ranks call this: a pattern has to match on one of them, since stages of a pipeline hold different layers.
 
@@ -38,7 +38,7 @@ def find_layers(model: nn.Module, config: MemplugConfig, ranks: Ranks | None = N
     if patterns == "auto":
         found = next(filter(None, (framework.layers(model) for framework in frameworks.FRAMEWORKS)), ())
         is_known = bool(found)
-        found = found or repeated_blocks(model)
+        found = found or repeated_modules(model)
     else:
         found, missing = regions.matching_modules(model, patterns)
         is_known = True
@@ -52,7 +52,7 @@ def find_layers(model: nn.Module, config: MemplugConfig, ranks: Ranks | None = N
     return found, has_layers
 
 
-def repeated_blocks(model: nn.Module) -> Layers:
+def repeated_modules(model: nn.Module) -> Layers:
     """Return the outermost modules that are children of one module, have numbers as names, and share a class.
 
     A layer of torch that has no layers in it, such as `Linear`, is no block.
@@ -72,14 +72,14 @@ def _tell(model: nn.Module, found: Layers, elsewhere: bool) -> None:
     name = type(model).__name__
     if found:
         patterns = ", ".join(f'"{pattern}"' for pattern in _patterns(model, found))
-        text = "memplug: %s is not a known model: its regions are the blocks that repeat, %s; " + (
+        text = "memplug: %s is not a known model: its regions are the modules that repeat, %s; " + (
             '"tokenwise.regions" can name others'
         )
         log.info(text, name, patterns)
     elif not elsewhere:
         text = (
-            "memplug: %s has no layers that memplug knows, and no blocks that repeat: nothing is recomputed, and other "
-            'techniques alone save memory. To recompute, name its layers in "tokenwise.regions"'
+            "memplug: %s has no layers that memplug knows, and no modules that repeat: nothing is recomputed, and only "
+            'other techniques save memory. To recompute, name its layers in "tokenwise.regions"'
         )
         log.warning(coded("MP001", text), name)
 

@@ -1,4 +1,4 @@
-"""Regions of models that memplug does not know: the blocks that repeat; a pattern has to match on some rank."""
+"""Regions of models that memplug does not know: the modules that repeat; a pattern has to match on some rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import memplug
 from memplug.errors import RegionError
-from memplug.hooks.layers import repeated_blocks
+from memplug.hooks.layers import repeated_modules
 from tests.support.blocks import Block, Stack, assert_same, gradients, twin
 from tests.support.forking import launch_forked
 from tests.support.hosts import block
@@ -84,7 +84,7 @@ MODELS = {
 @pytest.mark.parametrize("kind", MODELS)
 def test_blocks_that_repeat_are_regions(kind: str) -> None:
     make, expected = MODELS[kind]
-    assert [name for name, _ in repeated_blocks(make())] == expected
+    assert [name for name, _ in repeated_modules(make())] == expected
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
@@ -107,15 +107,15 @@ def test_running_statistics_of_unknown_blocks_stay_exact(alpha: float) -> None:
     [(Stack(3), '"layers.*"'), (nn.Sequential(nn.Linear(16, 16), Block(), Block()), '"1", "2"')],
     ids=["list", "sequence"],
 )
-def test_patterns_of_repeated_blocks_are_logged(
+def test_patterns_of_repeated_modules_are_logged(
     model: nn.Module, patterns: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "memplug"):
         memplug.attach(model, block()).detach()
-    assert caplog.text.count(f"its regions are the blocks that repeat, {patterns};") == 1
+    assert caplog.text.count(f"its regions are the modules that repeat, {patterns};") == 1
 
 
-def test_model_without_blocks_trains_by_the_arena_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_without_repeated_modules_trains_by_the_arena_alone(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     reference = twin(model)
@@ -127,7 +127,7 @@ def test_model_without_blocks_trains_by_the_arena_alone(caplog: pytest.LogCaptur
             session.step()
         assert session.report().arena.state == "serving"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1 and "has no layers that memplug knows, and no blocks that repeat" in warnings[0]
+    assert len(warnings) == 1 and "has no layers that memplug knows, and no modules that repeat" in warnings[0]
 
 
 def test_wildcard_steps_over_modules_that_are_never_called() -> None:

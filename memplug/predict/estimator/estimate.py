@@ -274,7 +274,7 @@ def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple
     layers, _ = find_layers(model, silent)
     if not layers and mode != "keep":
         raise RegionError(
-            f"no layers were recognised in {type(model).__name__}, and no blocks repeat in it",
+            f"no layers were recognised in {type(model).__name__}, and no modules repeat in it",
             'Name its layers in "tokenwise.regions".',
             code="MP001",
         )
