@@ -10,6 +10,7 @@ import argparse
 import functools
 import importlib.util
 import logging
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ from memplug.config import block_in
 from memplug.errors import ConfigError
 from memplug.hooks import launched
 from memplug.startup.outcome import Outcome
-from memplug.startup.sitecustomize import MODULES, Imports
+from memplug.startup.path_entry.sitecustomize import MODULES, VARIABLE, Imports
+from memplug.startup.settings import RunSettings
 
 OPTION = "--memplug-config"
 _USAGE = "Usage: python -m memplug.run [--config FILE] train.py [its arguments], or -m package.train for a module."
@@ -65,7 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise ConfigError([f"there is no module {line.target}"], "Name a module that Python can import after `-m`.")
     elif not Path(line.target).is_file():
         raise ConfigError([f"there is no script {line.target}"], "Name the training script after `memplug.run`.")
-    outcome = Outcome()
+    outer = os.environ.get(VARIABLE)  # set by `memplug run`, which then explains the outcome of all processes
+    outcome = Outcome(RunSettings.read(outer).notes if outer else None)
     install = functools.partial(launched.install, config=config, outcome=outcome)
     sys.meta_path.insert(0, Imports(install))
     for name in MODULES:
@@ -86,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _explain(outcome: Outcome) -> None:
-    why = outcome.explain()
+    why = outcome.explain() if outcome.folder is None else None
     if why is not None:
         launched.show_log()
         log.warning(why)

@@ -33,8 +33,8 @@ def run(
     usable.
     """
     from memplug.config import block_in
-    from memplug.startup import sitecustomize
     from memplug.startup.outcome import Outcome
+    from memplug.startup.path_entry import sitecustomize
     from memplug.startup.settings import RunSettings
 
     with refusing():
@@ -43,8 +43,9 @@ def run(
         program = _program(command)
     with tempfile.TemporaryDirectory(prefix="memplug_run_") as notes:
         folder = str(Path(sitecustomize.__file__).parent)
-        before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        path = [folder, *(each for each in before if each and each != folder)]
+        before = os.environ.get("PYTHONPATH")
+        others = before.split(os.pathsep) if before else []  # an empty one among others is the current folder
+        path = [folder, *(each for each in others if each != folder)]
         settings = RunSettings(None if config is None else config.resolve(), Path(notes))
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), sitecustomize.VARIABLE: settings.text()}
         status = _wait(program, env)

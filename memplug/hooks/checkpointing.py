@@ -56,7 +56,7 @@ def take_over(modules: Sequence[tuple[str, nn.Module]], model: nn.Module, attach
     attached.at_detach(end)
     if not replaces(attached):
         return
-    if any(getattr(module, FLAG, False) for _, module in modules):
+    if any(getattr(module, FLAG, False) and FUNCTION in vars(module) for _, module in modules):
         tell(attached, FLAG)
     regions = {id(module) for _, module in modules}
     wrappers = torch_private.checkpoint_wrappers()
@@ -72,7 +72,7 @@ def tell(attached: AttachedModel, what: str) -> None:
 
 def _call_directly(wrapper: Any, attached: AttachedModel) -> None:
     own = wrapper.checkpoint_fn
-    wrapper.checkpoint_fn = direct = _directly(own)
+    wrapper.checkpoint_fn = direct = _Direct(own)
     tell(attached, "CheckpointWrapper")
 
     def undo() -> None:
@@ -82,22 +82,28 @@ def _call_directly(wrapper: Any, attached: AttachedModel) -> None:
     attached.at_detach(undo)
 
 
-def _directly(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls its first argument with the others, in place of a checkpoint.
+class _Direct:
+    """A function that calls its first argument with the others, in place of a checkpoint.
 
-    If no argument requires gradients, a reentrant checkpoint gives none to parameters either; then it stays.
+    If no argument requires gradients, a reentrant checkpoint gives none to parameters either; then it stays. Copies and
+    pickles are those of the script's own function.
 
     Args:
-        own: the script's checkpoint, with its options bound (`functools.partial`).
+        own: the script's checkpoint, with its options bound.
     """
-    is_reentrant = isinstance(own, functools.partial) and own.keywords.get("use_reentrant", True)
 
-    def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if is_reentrant and not any(map(_takes_gradients, args)):
-            return own(function, *args, **kwargs)
+    def __init__(self, own: Callable[..., Any]):
+        self._own = own
+        options = own.keywords if isinstance(own, functools.partial) else {}
+        self._may_be_reentrant = options.get("use_reentrant") is not False
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._may_be_reentrant and not any(map(_takes_gradients, args)):
+            return self._own(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    return call
+    def __reduce__(self) -> Any:
+        return functools.partial, (self._own,)
 
 
 # -- Hugging Face's flag -----------------------------------------------------------------------------------------------
@@ -124,11 +130,16 @@ class LayersFunction:
         if attached is None or not replaces(attached):
             return own
         tell(attached, FLAG)
-        return _directly(own)
+        return _Direct(own)
 
     def __set__(self, layer: nn.Module, function: Any) -> None:
         """Set the layer's own function."""
         layer.__dict__[FUNCTION] = function
+
+    def __delete__(self, layer: nn.Module) -> None:
+        """Delete the layer's own function."""
+        if layer.__dict__.pop(FUNCTION, None) is None:
+            raise AttributeError(FUNCTION)
 
 
 # -- reentrant checkpoints ---------------------------------------------------------------------------------------------
@@ -146,6 +157,7 @@ class ReentrantCheckpoints:
     def __init__(self) -> None:
         self._sessions = 0
         self._with_regions: set[Any] = set()
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # as `_with_regions`
         self._replaced: list[tuple[Any, Any, Any]] = []  # module, its own class, and the class in its place
         self._running = _Running()
 
@@ -165,6 +177,7 @@ class ReentrantCheckpoints:
         if self._sessions:
             return
         self._with_regions.clear()
+        self._modules.clear()
         while self._replaced:
             module, own, following = self._replaced.pop()
             if getattr(module, _CLASS) is following:  # else other code has patched it since, and calls an inert class
@@ -190,7 +203,7 @@ class ReentrantCheckpoints:
                 'replace it: "tokenwise": {"checkpointing": "replace"}.',
                 code="MP002",
             )
-        self._with_regions.add(key)
+        (self._modules if isinstance(key, nn.Module) else self._with_regions).add(key)
         tell(attached, "reentrant checkpoint")
 
     @staticmethod
@@ -204,7 +217,8 @@ class ReentrantCheckpoints:
     def _following(self, own: Any, convert: Apply) -> Any:
         def apply(cls: type, function: Any, *args: Any) -> Any:
             key = _key(function)
-            if key in self._with_regions and torch.is_grad_enabled() and any(map(_takes_gradients, args)):
+            known = self._modules if isinstance(key, nn.Module) else self._with_regions
+            if key in known and torch.is_grad_enabled() and any(map(_takes_gradients, args)):
                 return convert(function, *args)
             outer, self._running.key = self._running.key, key
             try:
@@ -220,9 +234,7 @@ reentrant_checkpoints = functools.cache(ReentrantCheckpoints)
 
 
 def _as_torchs(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    # a reentrant checkpoint compares nothing between forward and recomputation
-    options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, "determinism_check": "none"}
-    return torch_checkpoint.checkpoint(function, *args, **options)
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def _as_deepspeeds(function: Any, outputs: list[Any], *args: Any) -> None:
@@ -238,8 +250,11 @@ def _takes_gradients(value: Any) -> bool:
 
 
 def _key(function: Any) -> Any:
-    """Return a key that calls of one piece of code share: scripts make a new closure for each call."""
+    """Return the module that is called, or else the code, which all calls share: scripts make new closures."""
     while isinstance(function, functools.partial):
         function = function.func
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module) or isinstance(function, nn.Module):
+        return owner if isinstance(owner, nn.Module) else function
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", type(function))

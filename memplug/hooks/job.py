@@ -13,6 +13,7 @@ from importlib import metadata
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memplug.config import MemplugConfig
 from memplug.packages import FRAMEWORKS
@@ -46,7 +47,7 @@ def job_of(
     return Fingerprint(
         model=type(root).__name__,
         # under ZeRO 3 a parameter is an empty tensor, whose `ds_numel` is the original number of elements
-        parameters=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+        parameters=sum(0 if is_lazy(p) else getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
         layers=_digest(named),
         rank=dist.get_rank() if distributed else 0,
         world_size=dist.get_world_size() if distributed else 1,

@@ -150,8 +150,14 @@ def is_called(module: nn.Module) -> bool:
 
 
 def may_run_as_region(module: nn.Module) -> bool:
-    """Return whether `make_region` takes the module: its forward is a method of its class, and is not compiled."""
-    return is_called(module) and "forward" not in module.__dict__ and not _is_compiled(module)
+    """Return whether `make_region` takes the module: its class can be subclassed, and its forward is not compiled."""
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__ or _is_compiled(module):
+        return False
+    try:
+        _region_class(type(module))
+    except TypeError:  # the class cannot be subclassed
+        return False
+    return is_called(module)
 
 
 def check_not_nested(names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memplug.hooks import launched
-from memplug.startup import sitecustomize
+from memplug.startup.path_entry import sitecustomize
 from tests.support.folders import ROOT
 from tests.support.megatron_lm import write_repository
 
@@ -90,6 +90,21 @@ def test_process_without_a_framework_keeps_its_modules_and_path(
     modules, *rest = json.loads(plain.stdout)
     assert rest == measured[1:]
     assert sorted({"sitecustomize", *modules}) == measured[0]
+
+
+def test_empty_entry_of_the_path_stays_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tools").mkdir()
+    Path("here.py").write_text("found = True\n")
+    Path("tools/train.py").write_text("import here; print(here.found)")
+    env = {**os.environ, "PYTHONPATH": f":{ROOT}"}
+    done = subprocess.run([*RUN, "python", "tools/train.py"], capture_output=True, text=True, env=env, timeout=600)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_memplug_run_around_memplug_run_attaches_once(repository: Path) -> None:
+    done = started("--config", "block.json", "python", "-m", "memplug.run", "pretrain_gpt.py", path=".")
+    assert done.stderr.count("3 regions, alpha 1.0") == 1 and "nothing was attached" not in done.stderr
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -69,6 +69,21 @@ def compiled() -> nn.Module:
     return model
 
 
+def scripted() -> nn.Module:
+    return nn.Sequential(*(torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.ReLU())) for _ in range(3)))
+
+
+def without_subclasses() -> nn.Module:
+    class Sealed(nn.Module):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("no subclass")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    return nn.Sequential(Sealed(), Sealed(), Block(), Block())
+
+
 MODELS = {
     "a list": (lambda: Stack(3), ["layers.0", "layers.1", "layers.2"]),
     "a pipeline's stage": (lambda: Numbered(4, nn.Linear(16, 16), Block(), Block(), nn.GELU()), ["5", "6"]),
@@ -77,6 +92,8 @@ MODELS = {
     "stages of convolutions": (convolutional, ["stage1.0", "stage1.1", "stage2.0", "stage2.1"]),
     "one block": (lambda: nn.Sequential(Block(), nn.Linear(16, 16)), []),
     "layers of torch": (lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU()), []),
+    "scripted": (scripted, []),
+    "no subclasses": (without_subclasses, ["2", "3"]),
     "a compiled block": (compiled, ["layers.0", "layers.2"]),
 }
 

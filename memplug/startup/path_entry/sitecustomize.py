@@ -24,13 +24,18 @@ class Imports:
 
     def __init__(self, imported):
         self._imported = imported
+        self._asking = set()  # names that this finder asks the others for, among them perhaps one like itself
 
     def find_spec(self, name, path=None, target=None):
         """Return the spec that the other finders return for a framework's module; None for all other modules."""
-        if name not in MODULES:
+        if name not in MODULES or name in self._asking:
             return None
         finders = [each.find_spec for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
-        spec = next((spec for find in finders if (spec := find(name, path, target)) is not None), None)
+        self._asking.add(name)
+        try:
+            spec = next((spec for find in finders if (spec := find(name, path, target)) is not None), None)
+        finally:
+            self._asking.discard(name)
         if spec is not None and spec.loader is not None:
             self._follow(name, spec.loader)
         return spec

@@ -1,0 +1,1 @@
+"""Holds `sitecustomize.py` alone: the folder is on `PYTHONPATH` of the processes that `memplug run` starts."""
