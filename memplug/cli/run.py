@@ -41,7 +41,7 @@ def run(
         if config is not None:
             block_in(config)
         program = _program(command)
-    with tempfile.TemporaryDirectory(prefix="memplug_run_") as notes:
+    with tempfile.TemporaryDirectory(prefix="memplug_run_", ignore_cleanup_errors=True) as notes:
         folder = str(Path(sitecustomize.__file__).parent)
         before = os.environ.get("PYTHONPATH")
         others = before.split(os.pathsep) if before else []  # an empty one among others is the current folder

@@ -318,6 +318,12 @@ DEEPSPEED = Package(
             Text("module.ds_id =", "deepspeed/runtime/zero/parameter_offload.py"),
             Text("._z3_leaf =", "deepspeed/utils/z3_leaf_module.py"),
         ),
+        "memplug/hooks/checkpointing.py": tuple(
+            members(
+                "deepspeed.runtime.activation_checkpointing.checkpointing:",
+                *("CheckpointFunction", "non_reentrant_checkpoint", "get_cuda_rng_tracker"),
+            )
+        ),
         "memplug/hooks/job.py": (Text("param.ds_numel =", "deepspeed/runtime/zero/partition_parameters.py"),),
         "memplug/predict/tune/deepspeed.py": (f"{_ZERO}offload_config:DeepSpeedZeroOffloadOptimizerConfig.ratio",),
         "memplug/predict/estimator/engine.py": ("deepspeed:zero.Init(config_dict_or_path)",),
@@ -384,6 +390,8 @@ TORCH = Package(
             *members(_COMPILER, "_create_wrapped_callback", "_debug_get_cache_entry_list"),
             Text("def compile_wrapper(", "torch/_dynamo/eval_frame.py"),
             "torch._inductor.config",
+            "torch.utils.checkpoint:CheckpointFunction",
+            "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:CheckpointWrapper",
         ),
     },
 )
