@@ -44,7 +44,8 @@ class LinkClock {
     own.forget(host_s);
     other.forget(begin_s);
     RunningCopy run{begin_s, seconds.alone, seconds.speed()};
-    double owed_s = 0; // delay of the other direction's copies not yet added to an `end_s`, in seconds at full speed
+    // the delay that this copy causes in the other direction and that no `end_s` includes yet, in seconds at full speed
+    double owed_s = 0;
     for (size_t at = 0; at < other.copies.size() && (run.left_s > 0 || owed_s > 0); ++at) {
       Copy& copy = other.copies[at];
       run.go(std::max(copy.begin_s - run.now_s, 0.0), 1);

@@ -24,7 +24,8 @@
 namespace memplug {
 
 struct VirtualMemory {
-  int64_t requested = 0, allocated = 0, reserved = 0; // in bytes: requests; their blocks; all segments and mapped pages
+  // bytes of requests, of the blocks that serve them, and of all segments and mapped pages
+  int64_t requested = 0, allocated = 0, reserved = 0;
   int64_t requested_peak = 0, allocated_peak = 0, reserved_peak = 0;
   int64_t retries = 0; // requests for which free segments had to be released
   int64_t holes = 0; // free bytes that cannot be released, because blocks in use share their segment or page
