@@ -3,10 +3,10 @@
 //
 // A copy runs at one rate while the other direction is idle, and at another rate while the other direction is busy.
 // Events and streams need a copy's end as soon as the copy is queued, so the end is computed then, from the copies
-// queued so far. A copy that is queued later in the other direction should slow the first copy down, but the first
-// copy's end is fixed. Instead the first copy's direction becomes free later, by the time that the copy should have
-// lost. So queues of copies in both directions take the right time in total; only the last copy of a queue may end too
-// early.
+// queued so far. A copy that is queued later in the other direction should slow an earlier copy down, but the earlier
+// copy's end is fixed. Instead the earlier copy's direction becomes free later, by the time that the earlier copy
+// should have lost. So queues of copies in both directions take the right time in total; only the last copy of a queue
+// may end too early.
 #pragma once
 
 #include <algorithm>

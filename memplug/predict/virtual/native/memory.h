@@ -3,9 +3,9 @@
 // It follows c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Each stream has a pool for small
 // requests and a pool for large ones. A request gets the smallest free block that holds it; of equally large blocks,
 // the one with the lowest address. Blocks are split, and merged with free neighbours. If the device has no more memory,
-// free segments are released to the device. If other streams use a block when it is freed, it can be reused only after
-// the work that is then queued on these streams. With expandable segments, a pool has ranges of addresses instead of
-// segments, and maps pages of the ranges to memory.
+// free segments are released to the device. If other streams use a freed block, the block is reused only after the work
+// that was queued on these streams when it was freed. With expandable segments, a pool has ranges of addresses instead
+// of segments, and maps pages of the ranges to memory.
 #pragma once
 
 #include <c10/core/Allocator.h>
