@@ -24,15 +24,15 @@ RECORD_ANEW = (
 
 
 class Answers:
-    """Answers the reads of tensor values of several models, one model after the other, from one trace.
+    """Answers models that read tensor values, one model after the other, from one trace of values.
 
     Args:
-        values: The trace; None: the device makes values up. Each number is then 1, and the fraction of true elements in
-            a mask is set by `VirtualDevice.assume_true`.
+        values: The trace; None: the device makes values up. Then each number is 1, and `VirtualDevice.assume_true` sets
+            the fraction of a mask's elements that are true.
 
     Attributes:
-        made_up: Without a trace: each operator, with its source line, that read a made-up value in a forward. Reads of
-            a condition are left out.
+        made_up: The operators that read a made-up value in a forward, each with its source line, such as "aten::nonzero
+            at model.py:12". Reads of a condition, such as `if mask.any()`, are left out. Empty if there is a trace.
     """
 
     def __init__(self, values: Values | None):
@@ -79,19 +79,19 @@ class Answers:
     def _of(
         self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...], waits: bool
     ) -> Sequence[Output] | None:
-        """Return the outputs that the trace has for the call's next read by this operator at this line.
+        """Return the outputs of the next recorded read that matches `call` and `at`.
 
-        Return None if the trace has no more reads there, and the program does not wait for the result.
+        If the trace has no such read left, return None; raise instead if the program waits for the result.
 
         Args:
             call: The module call that reads.
             at: The source line and the operator.
-            sizes: The sizes of each input of the operator.
+            sizes: For each input of the operator, its sizes.
             waits: Whether the program waits for the result.
 
         Raises:
-            EstimateError: The trace has no more reads there, and the program waits; or the recorded inputs have other
-                sizes.
+            EstimateError: The trace has no such read left, and the program waits for the result; or the recorded inputs
+                have other sizes. Inputs are not compared if the operator reads a number.
         """
         found = self._reads_of(call).get(at, [])
         number = call.asked[at]
@@ -132,14 +132,15 @@ class Answers:
         return calls[call.number] if call.number < len(calls) else {}
 
     def _in_backward(self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...]) -> Sequence[Output] | None:
-        """Return the outputs that the trace has for a read in backward; None if it does not determine them.
+        """Return the recorded outputs for a read in backward; None if the trace does not determine them.
 
-        If the recorded backward has another read at this line, return its outputs. Otherwise assume that a recompute
-        pass runs an operator of the forward again. The trace does not say which one. So return outputs only if all of
-        the forward's reads by this operator, with inputs of these sizes, got the same outputs.
+        Take the outputs from the next read that was recorded in backward, by this operator at this line. If there is
+        none, assume that a recompute pass repeats a read of the forward. The trace does not say which read. So return
+        outputs only if all reads of the forward by this operator, with inputs of these sizes, had the same outputs.
 
         Raises:
-            EstimateError: Those reads got different outputs. Reads of a number or a copy return None instead.
+            EstimateError: The reads of the forward had different outputs, and the operator reads neither a number nor a
+                copy.
         """
         found = self._backward_read.get(at, [])
         if call.asked[at] < len(found):

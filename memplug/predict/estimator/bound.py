@@ -8,14 +8,14 @@ from typing import Any
 from memplug.profile.operator_names import COLLECTIVES
 
 COPIES = ("to host", "to device")
-IDLE_SHARE = 0.02  # if no kernel runs for at most this fraction of the step, the step is bound by compute
+IDLE_SHARE = 0.02  # a step is bound by compute if the time without a running kernel is at most this fraction
 
 
 def bound(spans: Iterable[Any], step_s: float) -> str:
     """Return the bottleneck of a step.
 
-    If kernels run nearly all of the time, the bottleneck is "compute". Otherwise look at the time when no kernel runs:
-    the bottleneck is the activity that takes most of it, "link" (copies), "collectives" or "host" (the device is idle).
+    The bottleneck is "compute" if kernels run nearly all of the time. Otherwise it is the activity that fills most of
+    the time without a running kernel: "link" (copies), "collectives", or "host" (the device is idle).
 
     Args:
         spans: The step's spans, from `VirtualDevice.take_spans`.

@@ -1,4 +1,4 @@
-"""Follows the module calls of a real or an estimated step, to find which call reads a value."""
+"""Follows the module calls of a real or an estimated step, to find the call that reads a value."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NOT_THE_PROGRAM = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__)
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One forward of one module, or one backward; forwards that run in a backward are calls of their own.
+    """One forward of one module, or one backward of the whole model.
 
     Attributes:
-        path: The module's path; None: this is a backward.
+        path: The module's path; None: the call is a backward.
         number: The index of this call among the module's calls in one forward of the model, from 0.
         recomputes: Whether this forward runs in a backward, as forwards of `torch.utils.checkpoint` do.
         asked: The number of values that this call has read, by line and operator.

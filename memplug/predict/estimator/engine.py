@@ -49,8 +49,8 @@ def rank_of(gpus: int) -> Iterator[None]:
 def dtype_of(ds_config: Mapping[str, Any]) -> str:
     """Return the dtype that DeepSpeed gives to parameters and activations.
 
-    If the JSON enables no precision, this is "fp32". It is "bf16" instead if a precision is "auto", or if the JSON has
-    no key except "memplug".
+    If the JSON enables no precision, the dtype is "fp32", with two exceptions. A precision of "auto", or a JSON with no
+    key except "memplug", gives "bf16".
 
     Args:
         ds_config: The contents of the DeepSpeed JSON.
@@ -123,10 +123,10 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
     kept = _without_auto({key: value for key, value in known.items() if key not in ("memplug", *WATCHERS)})
     optimizer = kept.get("optimizer", {"type": "AdamW"})
     params = optimizer.get("params", {})
-    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # DeepSpeed's own
+    if str(optimizer.get("type")).lower() in ADAM and not params.get("torch_adam"):  # DeepSpeed's own Adam
         optimizer = {**optimizer, "params": {**params, "torch_adam": True, "fused": True}}
     dtype = dtype_of(ds_config)
-    if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # "auto" or missing in the JSON
+    if dtype in PRECISIONS and _enabled(kept.get(dtype)) is not True:  # the JSON has "auto" or no value
         kept[dtype] = {**(kept[dtype] if isinstance(kept.get(dtype), Mapping) else {}), "enabled": True}
     kept = {**_accumulation(kept, micro_batch, gpus), **kept}
     kept.pop("train_batch_size", None)
@@ -134,9 +134,9 @@ def settings_of(ds_config: Mapping[str, Any], micro_batch: int, gpus: int) -> di
 
 
 def _accumulation(kept: Mapping[str, Any], micro_batch: int, gpus: int) -> dict[str, int]:
-    """Return the accumulation that DeepSpeed derives from `train_batch_size`, as settings.
+    """Return `gradient_accumulation_steps` as DeepSpeed derives it from `train_batch_size`.
 
-    They are empty if the JSON has no `train_batch_size`, or if its micro-batch is not `micro_batch`.
+    The result is empty if the JSON has no `train_batch_size`, or if the JSON's micro-batch is not `micro_batch`.
     """
     total = kept.get("train_batch_size")
     if not isinstance(total, int) or kept.get("train_micro_batch_size_per_gpu") != micro_batch:

@@ -31,10 +31,10 @@ from memplug.predict.virtual import GpuProfile, VirtualDevice
 from memplug.session.session import Session
 from memplug.session.table import Stage
 
-MOST_STEPS = 60  # upper limit of the steps in which memplug plans decisions and addresses
+MOST_STEPS = 60  # upper limit of steps until memplug has planned decisions and addresses
 LASTING_STEPS = 1  # steps until optimizer states and gradients exist
-SERVED_STEPS = 2  # steps for which the arena's reservation may cause replans, once the arena serves
-KEEPING_STEPS = 4  # further steps until memplug has written the plan to disk
+SERVED_STEPS = 2  # first steps with the arena; its reservation may still cause a replan in them
+KEEPING_STEPS = 4  # further steps, in which memplug writes the plan to disk
 AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
 
 log = logging.getLogger("memplug")
@@ -175,8 +175,8 @@ def estimate_training(
         make_training: Makes the training; called once for each mode.
         request: The block, the GPU and the modes.
         rank: Makes a context in which this process is one rank of several; entered after the virtual device is made.
-        answers_to: Takes the device and the model, and makes a context in which the device answers the model when it
-            reads tensor values.
+        answers_to: Called with the device and the model; makes a context in which the model's reads of tensor values
+            are answered.
         tell: Called with the name of each mode before the mode runs.
     """
     hardware, attention = request.hardware, request.attention
@@ -269,7 +269,7 @@ def _step(training: VirtualTraining, session: Session) -> None:
 
 
 def _layers(model: nn.Module, block: MemplugConfig, mode: str) -> Sequence[tuple[str, nn.Module]]:
-    """Return the layers that memplug finds, by name; empty for mode "keep" if it finds none."""
+    """Return the layers that memplug finds, by name; only in mode "keep" may there be none."""
     silent = block.model_copy(update={"tokenwise": block.tokenwise.model_copy(update={"enabled": False})})
     layers, _ = find_layers(model, silent)
     if not layers and mode != "keep":
@@ -330,7 +330,7 @@ def _measured(
 def _spans(noted: Sequence[Any], began_s: float) -> tuple[Span, ...]:
     """Return the spans of a step, with times relative to the step's beginning, in seconds.
 
-    Streams are numbered from 0, the default stream, because the device's own numbers go on from mode to mode.
+    Renumber the streams from 0, the default stream: the device does not reset its stream numbers between modes.
     """
     streams = sorted({0, *(each.stream for each in noted)})
     return tuple(

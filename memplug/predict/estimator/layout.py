@@ -72,7 +72,8 @@ class RankLayout:
             seq_len: Tokens in a sequence.
 
         Raises:
-            EstimateError: A size does not divide the dimension that it splits, or one option needs another.
+            EstimateError: A size does not divide the dimension that it splits, an option is set without another one
+                that it needs, or the model has a feature in `LEFT_OUT`.
         """
         fields, experts = shape.fields, shape.fields.get("num_local_experts", 0)
         divides("--tensor × --context × --pipeline", self.tensor * self.context * self.pipeline, self.gpus, "--gpus")
@@ -120,7 +121,7 @@ def divides(option: str, size: int, count: int, what: str) -> None:
         option: The command-line option that sets `size`, for the error.
         size: The divisor.
         count: The number to be divided.
-        what: The error's name for `count`.
+        what: The name of `count` in the error.
 
     Raises:
         EstimateError: `size` does not divide `count`; the error lists sizes that do.

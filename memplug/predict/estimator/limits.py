@@ -106,8 +106,8 @@ def capacity_bytes(hardware: GpuProfile, config: MemplugConfig, mode: str) -> fl
 def least_bytes(workload: Workload, request: EstimateRequest, mode: str) -> float:
     """Return the smallest number of device bytes in which a step fits in this mode.
 
-    In mode "memplug" this is with all activations inside of layers swapped or recomputed, and none outside of layers.
-    In other modes it is the memory that torch's allocator reserves.
+    In mode "memplug" a step needs the least if memplug swaps or recomputes all activations inside of layers; it keeps
+    those outside of layers. In other modes the result is the memory that torch's allocator reserves.
     """
     if mode == "memplug":
         config = request.config.with_only("tokenwise", "arena").model_copy(update={"device_budget_gib": NO_BUDGET_GIB})
@@ -121,15 +121,15 @@ def least_bytes(workload: Workload, request: EstimateRequest, mode: str) -> floa
 
 
 def precise(count: int) -> int:
-    """Return the search's resolution: it ends when a count that fails is at most this much above one that fits."""
+    """Return the search's resolution: the gap that may remain between a count that fits and one that does not."""
     return max(1, count // PRECISION)
 
 
 def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes: float) -> int:
-    """Return the largest count found whose step stays within the limit; 0 if no such count was found.
+    """Return the largest count that was tried and whose step fits in the limit; 0 if none fits.
 
-    The search ends after `MOST_STEPS` steps, or when it has found a count beyond the limit that is at most `precise`
-    above the result.
+    The search ends when a count that does not fit is at most `precise` above one that fits, or after `MOST_STEPS`
+    steps.
 
     Args:
         bytes_of: Returns the device bytes that a step needs at a count.
@@ -155,10 +155,10 @@ def largest(bytes_of: Callable[[int], float], begin: int, step: int, limit_bytes
 
 
 def _between(over: dict[int, float], fits: int, fails: int) -> int:
-    """Return the next count to try between a count that fits and a count that fails.
+    """Return the next count to try between one that fits and one that does not.
 
-    This is the count at which a line through both results meets the limit. After every third step it is the midpoint
-    instead, because lines converge slowly where memory has a kink.
+    Try the count at which a line through both results meets the limit. After every third step try the midpoint instead,
+    because the line converges slowly where memory has a kink.
     """
     nearest = precise(fits)
     if len(over) % 3 == 0 or fails - fits <= 2 * nearest:
@@ -167,7 +167,7 @@ def _between(over: dict[int, float], fits: int, fails: int) -> int:
 
 
 def _beyond(over: dict[int, float], fits: int) -> int:
-    """Return the next count to try, if all counts tried so far fit, or all of them fail."""
+    """Return the next count to try while all counts so far fit, or while none does."""
     ordered = sorted(over)
     ends = _where_it_ends(over, *(ordered[-2:] if fits else ordered[:2]))
     if fits:

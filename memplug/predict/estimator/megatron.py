@@ -42,7 +42,8 @@ def rank_of(layout: RankLayout, stage: int, workload: Workload) -> Iterator[None
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # the virtual device has no compiler
         stack.enter_context(as_cuda())
         stack.enter_context(joined(layout.rank(stage), layout.gpus))
-        # memplug treats all ranks as copies of this one, and only rank 0 plans for ranks that run the same regions
+        # The fake process group makes all ranks look like this one. Of ranks with the same regions only rank 0 plans,
+        # so this rank must be rank 0 to memplug.
         stack.enter_context(replaced(Ranks, "rank", property(lambda self: 0), "this version"))
         _import()
         stack.enter_context(_without_reading())

@@ -1,4 +1,4 @@
-"""The modes of training that an estimate compares, and how a model is made to train in each."""
+"""The modes of training that an estimate compares; makes a model train in one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODES = ("keep", "full", "selective", "memplug")
 def block_of(mode: str, config: MemplugConfig, plan_dir: Path | None) -> MemplugConfig:
     """Return the block that a mode trains with.
 
-    In modes other than "memplug" the arena is the only technique of the block.
+    In modes other than "memplug" the block leaves only the arena on.
 
     Args:
         mode: The mode's name.

@@ -28,9 +28,9 @@ def estimate_rank(
 ) -> Estimate:
     """Estimate rank 0 of a DeepSpeed training, as `estimate` does, with the JSON's optimizer.
 
-    With ZeRO 3, mode "selective" is left out if the request has other modes too. torch's selective recomputation
-    identifies operators by their count; with ZeRO 3 it fails, because gathering parameters takes another number of
-    operators in a recompute pass than in the forward.
+    With ZeRO 3, mode "selective" is skipped unless it is the only mode. torch's selective recomputation identifies an
+    operator by its index among the forward's operators. It fails with ZeRO 3, where gathering parameters runs a
+    different number of operators in a recompute pass.
 
     Args:
         workload: The model and batch of one rank.

@@ -83,8 +83,8 @@ class _Recorder:
     def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record an operator that ran, if its result depends on values."""
         if torch.Tag.data_dependent_output in func.tags:
-            # a dispatch mode, such as this recorder, sees allclose as one operator; the virtual device sees it read a
-            # number
+            # On the virtual device allclose reads a number. A dispatch mode, such as this recorder, sees only allclose
+            # itself.
             name = NUMBER if func is torch.ops.aten.allclose.default else func._schema.name
             self._add(name, (args, kwargs), (_whole(torch.tensor(result)),))
         elif torch.Tag.dynamic_output_shape in func.tags and _has_a_mask(func, args):
@@ -95,16 +95,17 @@ class _Recorder:
             self._copy(args[_COPIES[func]])
 
     def function(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Record the copy to the host that a function would make on a GPU, if the model is on the CPU.
+        """Record the copy to the host that a call such as `.cpu()` makes on a GPU.
 
-        On the CPU such a function runs no operator, so `operator` is not called for it.
+        Only a model on the CPU needs this: there such a call runs no operator, so `operator` does not see it.
         """
         if self._device != "cpu":
             return
         copies = func is torch.Tensor.to and any(each == "cpu" for each in args[1:] if isinstance(each, str))
         if func is torch.Tensor.cpu or copies:
             self._copy(args[0])
-            self._on_the_host[args[0]] = True  # on a GPU this is a host tensor, and reading it copies nothing
+            # On the CPU the call returns its argument; on a GPU a host tensor, whose reads copy nothing.
+            self._on_the_host[args[0]] = True
         elif func in _READS and args[0] not in self._on_the_host:
             self._copy(args[0])
 
@@ -148,9 +149,9 @@ class _Functions(TorchFunctionMode):
 
 
 def _has_a_mask(func: Any, args: Any) -> bool:
-    """Return whether the output sizes of an operator with torch's tag `dynamic_output_shape` depend on values.
+    """Return whether an operator with torch's tag `dynamic_output_shape` has output sizes that depend on values.
 
-    Those of `index` do only if an index is a mask; those of all other such operators do.
+    All do except `index`, whose output sizes depend on values only if an index is a mask.
     """
     masks = (torch.bool, torch.uint8)
     return func is not torch.ops.aten.index.Tensor or any(each is not None and each.dtype in masks for each in args[1])

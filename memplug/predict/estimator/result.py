@@ -1,4 +1,4 @@
-"""The results of an estimate: time and memory of one mode's step, and the steps of all modes."""
+"""The results of an estimate: one mode's step with its time and memory, and the collection of all modes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Estimate(Mapping[str, ModeEstimate]):
     def utilization(self, mode: str, peak_flops: float) -> float | None:
         """Return the model FLOP/s utilization; None if "keep" was not estimated.
 
-        It counts the operations of mode "keep", so recomputed ones do not count.
+        The utilization counts the operations of mode "keep", so recomputed operations do not count.
 
         Args:
             mode: The mode's name.

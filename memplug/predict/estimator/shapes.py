@@ -135,7 +135,7 @@ class Shape:
     def _check_sizes(self, file: Path) -> None:
         for size in (*_SIZES, *(name for name in _MORE_SIZES if name in self.fields)):
             value = self.fields.get(size)
-            if type(value) is not int or not 0 < value < LARGEST:  # `type` because True is an int too
+            if type(value) is not int or not 0 < value < LARGEST:  # not `isinstance`: True is an int too
                 raise EstimateError(
                     f"{file}: {size} is {value!r}, which is not a size",
                     f"Give {size} a whole number from 1 to {LARGEST - 1}.",

@@ -75,9 +75,9 @@ def of_all(stages: Mapping[int, Estimate], layout: RankLayout, micro_batches: in
     which this function adds because a stage on the virtual device never waits for another. In 1F1B the bubble is the
     time in which one micro-batch passes forward and backward through all stages but the slowest. With p equal stages
     and m micro-batches it is (p - 1) / m of the schedule's time (Narayanan et al., "Efficient large-scale language
-    model training on GPU clusters using Megatron-LM", 2021, section 2.2.1). The step's time is exact for equal stages,
-    and if the last stage, with head and loss, is the slowest. If an earlier stage is the slowest, the step takes a
-    little less.
+    model training on GPU clusters using Megatron-LM", 2021, section 2.2.1). The predicted time is exact if all stages
+    are equal, or if the last stage, which has head and loss, is the slowest. If an earlier stage is the slowest, the
+    step takes a little less.
 
     Args:
         stages: The estimates of the stages in `layout.stages`, by stage number.

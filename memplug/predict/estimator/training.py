@@ -71,8 +71,8 @@ class VirtualTraining:
     def step(self) -> None:
         """Run forward, backward and the optimizer.
 
-        Backward starts from the outputs that `differentiable` returns. If that is a single scalar, torch makes its
-        gradient of 1. Otherwise each output gets an uninitialised gradient of its own shape.
+        Backward starts from the outputs that `differentiable` returns. A single scalar gets torch's gradient of 1. In
+        all other cases each output gets an uninitialised gradient of its own shape.
 
         Raises:
             EstimateError: An operator cannot run on the virtual device (for example because it needs values), or no
@@ -119,7 +119,7 @@ class VirtualTraining:
 def differentiable(given: Any) -> list[torch.Tensor]:
     """Return the tensors from which backward starts.
 
-    These are the tensors that need a gradient in the output's `loss`, or in the whole output if it has no `loss`.
+    These are the output's tensors that need a gradient; if the output has a `loss`, only the tensors in the loss.
 
     Args:
         given: The output of the module's forward.

@@ -69,8 +69,8 @@ class Values(Plain):
 
     Attributes:
         memplug_values: The version of the file's format.
-        calls: For each module, by its path in the model, the reads of each of its calls; a single list of reads if all
-            calls read the same.
+        calls: The reads of each module, by the module's path: one list of reads for each call, or a single list if all
+            calls read the same values.
         backward: The reads in backward, without those of recomputed forwards.
     """
 
@@ -118,7 +118,7 @@ class Values(Plain):
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's modules by their paths in the unwrapped model.
 
-    A wrapper has the path of the module that it wraps; the result has the wrapped module.
+    A wrapper and the module that it wraps share a path; the result has the wrapped module.
     """
     named = dict(model.named_modules())
     return {as_written(name, named): module for name, module in named.items()}

@@ -1,11 +1,12 @@
 """Writes a configuration of the search as a DeepSpeed JSON.
 
-The settings of DeepSpeed and memplug express ProTrain's four numbers only in part:
+A configuration has ProTrain's four numbers, which count chunks and blocks (protrain.py). The settings of DeepSpeed and
+memplug express these numbers only in part:
 
 * `n_persist` becomes `offload_optimizer.ratio`. DeepSpeed splits parameters into sub-groups of `sub_group_size`
   elements; the CPU updates this fraction of the sub-groups. As in ProTrain, the first parameters are updated on the
-  device. Unlike in ProTrain, all gradients pass through the host, and either all parameters are offloaded or none. A
-  sub-group may end inside a block, so the number of sub-groups on the device is rounded down.
+  device. Unlike in ProTrain, all gradients pass through the host, and either all parameters are offloaded or none. If
+  the last persistent chunk ends inside a sub-group, the CPU updates this sub-group.
 * `n_buffer` becomes `stage3_max_reuse_distance`, which is twice the elements of the last `n_buffer` chunks. Parameters
   that backward uses again within this distance stay gathered. `stage3_max_live_parameters` has room for these chunks,
   the chunk that computes and the next one. Unlike ProTrain, DeepSpeed prefetches no chunks, but parameters, in the
@@ -33,7 +34,7 @@ from memplug.predict.tune.search import Configuration
 from memplug.sizes import GIB
 
 PERSISTED_HIDDEN = 10
-"""In multiples of the hidden size: smaller parameters stay unsharded, as in Hugging Face's integration."""
+"""The size below which a parameter stays unsharded, in multiples of the hidden size; Hugging Face's is the same."""
 
 
 def deepspeed_json(
@@ -125,7 +126,8 @@ def reuse_distance(counts: Sequence[int], n_buffer: int) -> int:
     """Return a reuse distance at which exactly the last `n_buffer` chunks stay gathered.
 
     DeepSpeed's reuse distance of a module is the number of parameter elements that are used between the module's
-    forward and its backward. It is less than the result exactly for modules in the last `n_buffer` chunks.
+    forward and its backward. This number is less than the result for the modules in the last `n_buffer` chunks, and for
+    no others.
 
     Args:
         counts: Elements of each chunk, in forward order.
@@ -155,9 +157,10 @@ def sub_groups(parameters: Sequence[int], size: int) -> list[int]:
 def ratio(groups: Sequence[int], persisted: float) -> float:
     """Return the `offload_optimizer.ratio`: the fraction of the optimizer's states that is on the host.
 
-    The states of the first sub-groups stay on the device, as many as have at most `persisted` elements together.
-    DeepSpeed computes their number by rounding `(1 - ratio) * len(groups)` down. The result makes this product half a
-    sub-group too large, so that floating-point errors cannot change the number.
+    The states of the first sub-groups stay on the device: as many sub-groups as have at most `persisted` elements
+    together. DeepSpeed computes the number of these sub-groups by rounding `(1 - ratio) * len(groups)` down. The
+    returned ratio makes this product half a sub-group too large, so that floating-point errors cannot change the
+    rounded number.
 
     Args:
         groups: Elements of each sub-group.

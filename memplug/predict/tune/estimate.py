@@ -10,8 +10,8 @@
   prefetches of swapped blocks. `space.py` excludes configurations whose copies to the host outlast the forward.
 * The paper swaps all saved activations of a block. memplug swaps the outputs of matmuls and attention, and recomputes
   the other activations; recomputing them moves three times their bytes in device memory.
-* Equations 8 and 9 are applied to the model's parts instead of operators. Equation 10 is not used: it adds a recomputed
-  block to the peak, even if the peak is elsewhere, such as at the loss.
+* Equations 8 and 9 are applied to whole parts of the model (embedding, layers, head) instead of operators. Equation 10
+  is not used: it adds a recomputed block to the peak, even if the peak is elsewhere, such as at the loss.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Chunk:
 def chunks_of(profile: ModelProfile) -> list[Chunk]:
     """Return the model's chunks for the chunk size that wastes the fewest bytes (appendix B.1).
 
-    Candidates are the size of the largest part, and two and four times that size. These two must be at most an eighth
-    of the model, because two chunks are gathered at a time.
+    Candidates are the size of the largest part, and two and four times that size. A multiple is left out if it is
+    larger than an eighth of the model, because two chunks are gathered at a time.
 
     Args:
         profile: The model's profile.
@@ -120,9 +120,10 @@ class StepEstimator:
     def least(self, box: Box) -> Prediction:
         """Return a lower bound for all configurations of a box, as `search.Estimator` requires.
 
-        The time of forward and backward is the larger of two bounds. The first applies the equations, with only those
-        blocks recomputed that all configurations of the box recompute. The second counts only kernels, with the fewest
-        blocks that swap and checkpoint. Buffers for swapping count only if all configurations swap.
+        The time of forward and backward is the larger of two lower bounds. One is the equations' time, in which only
+        those blocks are recomputed that every configuration of the box recomputes. The other is the time of the kernels
+        alone, with the box's smallest `n_swap` and `n_checkpoint`. Device memory includes buffers for swapping only if
+        every configuration of the box swaps.
 
         Args:
             box: The configurations.
@@ -217,7 +218,8 @@ class _Laid:
         seconds = max(machine.gpu_adam_s(on_device / self.ranks), machine.cpu_adam_s(on_host))
         if layout.stage in (1, 2):
             seconds += machine.gather_s(ELEMENT_BYTES * self.total)
-        # With offload all gradients pass through the host. After the update, parameters are copied to where they stay.
+        # With offload all gradients pass through the host, so the device's share is uploaded again. After the update,
+        # parameters are copied to the memory that stores them.
         if layout.offload != "none":
             seconds += machine.upload_s(MASTER_BYTES * on_device / machine.gpus)
         if layout.offload == "optimizer":

@@ -38,7 +38,7 @@ class Fixed:
         accumulation: Micro-batches in a step.
         swaps: Whether memplug's configuration lets blocks (decoder layers) swap.
         checkpoints: Whether memplug's configuration lets blocks checkpoint.
-        swapped_gib: Host memory, in GiB, in which memplug's configuration lets a rank hold swapped activations.
+        swapped_gib: Host memory for one rank's swapped activations, from memplug's configuration, in GiB.
     """
 
     stage: int | None = None
@@ -83,7 +83,7 @@ class Fixed:
                 "Leave one of them out.",
             )
         tokenwise, on = block.tokenwise, block.enabled or "memplug" not in ds_config
-        stays = _has_torch_adam(ds_config) or (on and block.swap.states)  # both rule out offloading
+        stays = _has_torch_adam(ds_config) or (on and block.swap.states)  # neither allows an offloaded optimizer
         acts = tokenwise.enabled and on
         stage = _number(zero, "stage", 0)
         if stage is not None and stage not in _OFFLOADS:
@@ -112,7 +112,7 @@ class Fixed:
         return (1, 2, 3) if self.stage is None else (self.stage,)
 
     def offloads(self, stage: int) -> list[Offload]:
-        """Return the offloads that DeepSpeed supports at a stage and that no fixed value excludes.
+        """Return the offloads to search at a stage; leave out those that a fixed value excludes.
 
         Parameters are offloaded only together with the optimizer.
 

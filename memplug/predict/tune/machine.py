@@ -46,7 +46,7 @@ class Machine:
         return self.hardware.collective_s + seconds
 
     def upload_s(self, nbytes: float) -> float:
-        """Return the seconds in which all ranks at once copy from the host, while they also copy to the host.
+        """Return the time that all ranks take to copy from the host while they also copy to it, in seconds.
 
         Args:
             nbytes: Bytes that each rank copies.
@@ -54,7 +54,7 @@ class Machine:
         return self._copy_s(nbytes, self.hardware.to_device_both_bytes_per_s.at(nbytes))
 
     def offload_s(self, nbytes: float) -> float:
-        """Return the seconds in which all ranks at once copy to the host, while they also copy from the host.
+        """Return the time that all ranks take to copy to the host while they also copy from it, in seconds.
 
         Args:
             nbytes: Bytes that each rank copies.

@@ -29,8 +29,8 @@ class ProfiledPart:
         backward_s: Seconds that the part's backward takes, counted like `forward_s`.
         saved_bytes: Device memory that the part's forward leaves in use, including the part's output.
         forward_peak_bytes: Peak device memory of the forward, above the memory in use when the forward begins.
-        backward_peak_bytes: Peak device memory of the backward, above the memory in use when the backward begins. That
-            memory includes the gradient of the part's output; the peak includes the gradients of its parameters.
+        backward_peak_bytes: Peak device memory of the backward, above the memory in use when the backward begins. The
+            gradient of the part's output is in use by then; the gradients of the part's parameters are not.
         parameters: Elements of each parameter, in the order of the part's modules.
     """
 
@@ -144,7 +144,7 @@ def _run(device: VirtualDevice, part: Callable[[torch.Tensor], torch.Tensor], x:
     began_s = device.synchronize()
     out.backward(gradient)
     backward_s = device.synchronize() - began_s
-    # This function still holds the output, which the next part of a real backward has already released. So the measured
+    # In a real step the part's output is freed before this backward begins; here `out` still holds it. So the measured
     # peak is too high by the output's size, which is also the size of `gradient`.
     return ProfiledPart(
         forward_s=forward_s,
@@ -215,8 +215,8 @@ def _with_experts(found: ModelProfile, shape: Shape) -> ModelProfile:
     Routing depends on data, which the virtual device does not have. The dense MLP is as wide as all experts of one
     token together. So it takes as many operations as the experts do if tokens are spread evenly over them. It saves as
     many bytes, except for the copies that routing makes: each token's input and output, once for each expert of the
-    token. This function adds these copies, and the gradients of all further experts. The times of the router, and of
-    reading and writing the weights of further experts, are neglected.
+    token. This function adds these copies, and the gradients of the experts that the dense MLP does not include. It
+    neglects the router's time, and the time to read and write the weights of those experts.
     """
     if not shape.is_mixture:
         return found

@@ -58,7 +58,7 @@ def step_s(chunks: Sequence[ChunkTimes], placement: Placement, gpu_optimizer_s: 
 
     Args:
         chunks: The chunks' times.
-        placement: The location of chunks.
+        placement: How many chunks stay on the device, and how many stay gathered.
         gpu_optimizer_s: Seconds that the update of persistent chunks takes.
         cpu_optimizer_s: Seconds that the update of all other chunks takes.
 
@@ -75,7 +75,7 @@ def forward_s(chunks: Sequence[ChunkTimes], placement: Placement) -> float:
 
     Args:
         chunks: The chunks' times.
-        placement: The location of chunks.
+        placement: How many chunks stay on the device, and how many stay gathered.
 
     Returns:
         Seconds.
@@ -89,7 +89,7 @@ def forward_prefetch_s(chunks: Sequence[ChunkTimes], placement: Placement, i: in
 
     Args:
         chunks: The chunks' times.
-        placement: The location of chunks.
+        placement: How many chunks stay on the device, and how many stay gathered.
         i: The chunk, from 1.
 
     Returns:
@@ -109,7 +109,7 @@ def backward_s(chunks: Sequence[ChunkTimes], placement: Placement) -> float:
 
     Args:
         chunks: The chunks' times.
-        placement: The location of chunks.
+        placement: How many chunks stay on the device, and how many stay gathered.
 
     Returns:
         Seconds.
@@ -131,7 +131,7 @@ def reduce_offload_s(chunks: Sequence[ChunkTimes], placement: Placement, i: int)
 
     Args:
         chunks: The chunks' times.
-        placement: The location of chunks.
+        placement: How many chunks stay on the device, and how many stay gathered.
         i: The chunk, from 1.
 
     Returns:
@@ -148,7 +148,7 @@ def backward_prefetch_s(chunks: Sequence[ChunkTimes], placement: Placement, i: i
 
     Args:
         chunks: The chunks' times.
-        placement: The location of chunks.
+        placement: How many chunks stay on the device, and how many stay gathered.
         i: The chunk, from 1.
 
     Returns:
@@ -236,7 +236,7 @@ def peak_bytes(base_bytes: int, units: MemoryUnits, placement: Placement, blocks
     Args:
         base_bytes: The peak with all activations and no chunk on the device, from `base_peak_bytes`.
         units: Memory of one chunk and of one block.
-        placement: The location of chunks.
+        placement: How many chunks stay on the device, and how many stay gathered.
         blocks: How many blocks swap and checkpoint.
     """
     peak = base_bytes + units.persistent * placement.persistent + units.buffer * placement.buffered

@@ -24,7 +24,7 @@ class StepLayout:
 
     Attributes:
         stage: The ZeRO stage.
-        offload: The part on the host: none, the optimizer with its states, or optimizer and parameters.
+        offload: "none"; "optimizer": the optimizer and its states are on the host; "parameters": the parameters too.
         micro_batch: Sequences in a micro-batch of one rank.
         accumulation: Micro-batches in a step.
     """

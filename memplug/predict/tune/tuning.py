@@ -54,7 +54,7 @@ def tune(
     seq_len: int | None = None,
     micro_batch: int | None = None,
 ) -> Tuned:
-    """Find the fastest configurations that fit and that have all values that a DeepSpeed JSON fixes.
+    """Find the fastest configurations that fit, and change no value that the DeepSpeed JSON fixes.
 
     Args:
         ds_config: The user's DeepSpeed JSON.
@@ -74,7 +74,7 @@ def tune(
     if not 0 <= host_bytes < math.inf:
         raise TuneError(f"host memory is {host_bytes} bytes", "Give the machine's memory: 0 or a positive number.")
     tokens = seq_len or shape.fields.get("max_position_embeddings", SEQ_LEN)
-    fixed.layouts()  # raises for contradictory settings before a model runs
+    fixed.layouts()  # raises, before a model runs, if settings contradict each other
     sizes = {size for size, _ in fixed.batches(machine.gpus)}
     profiles = {size: profile(machine.hardware, shape, size, tokens) for size in sorted(sizes)}
     space = space_of(fixed, machine, profiles)
@@ -112,10 +112,10 @@ def configuration_words(at: Configuration) -> str:
 
 
 def _nothing_fits(boxes: tuple[Box, ...], estimator: StepEstimator, limits: MemoryLimits) -> TuneError:
-    """Return the error that says which configurations need the least memory.
+    """Return the error that names the configurations with the least memory.
 
-    The error names the configuration with the least device memory within the limit of host memory. If another one takes
-    less device memory without this limit, the error names that one too.
+    The error names the configuration with the least device memory within the limit of host memory. Without this limit
+    another configuration may take less device memory; then the error names both.
     """
     ways = [least_memory(boxes, estimator, limits)]
     unlimited = least_memory(boxes, estimator, MemoryLimits(limits.device_bytes, float("inf")))

@@ -203,9 +203,10 @@ class VirtualDevice(Device):
         """Set the callback that supplies the results of operators whose results depend on values.
 
         Args:
-            answers: Called with the operator (`name` and `inputs`), and with whether the program waits for the result.
-                Returns the result's tensors: on the CPU, or on the meta device if only their sizes matter. If it
-                returns None, the device does as without a callback: it makes the result up, or the operator fails.
+            answers: The callback; None removes it. Called with the operator (`name` and `inputs`), and with whether the
+                program waits for the result. Returns the result's tensors: on the CPU, or on the meta device if only
+                their sizes matter. If it returns None, the device acts as without a callback: the device makes the
+                result up, or the operator fails.
         """
         self._core.answer_by(answers)
 
@@ -316,7 +317,7 @@ def _started() -> Any:
     except RuntimeError as error:
         raise HardwareError(str(error)) from error
     torch.utils.rename_privateuse1_backend(NAME)
-    if not hasattr(torch, NAME):  # else an earlier attempt registered it, and then failed
+    if not hasattr(torch, NAME):  # an earlier attempt may have registered it and then failed
         register_device_module(NAME, _Module)
     try:
         torch.ones(1, device=NAME, requires_grad=True).backward()

@@ -1,4 +1,4 @@
-"""Predicts the duration of kernels, copies and collectives by a roofline: operations and bytes over a GPU's rates."""
+"""Predicts the duration of kernels (by a roofline), copies and collectives from a GPU's rates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def kernel_s(hardware: GpuProfile, attention: str, work: Any) -> float:
 
 
 def flops(work: Any) -> float:
-    """Return the floating-point operations of a product, a convolution or attention; 0 for any other kernel."""
+    """Return the floating-point operations of a matrix product, a convolution or attention; 0 for any other kernel."""
     if work.name in MATMULS:
         return matmul_flops(work)
     if work.name == CONVOLUTION:
@@ -116,7 +116,7 @@ def collective_s(hardware: GpuProfile, name: str, nbytes: int, ranks: int) -> fl
 def matmul_flops(work: Any) -> float:
     """Return the floating-point operations of a matrix product: two for each multiplication."""
     left, right = _factors(work)
-    in_groups = len(right.sizes) < len(left.sizes)  # each matrix of `left` has its own columns of `right`
+    in_groups = len(right.sizes) < len(left.sizes)  # each matrix of `left` multiplies its own columns of `right`
     return 2.0 * math.prod(left.sizes[1:] if in_groups else left.sizes) * right.sizes[-1]
 
 
@@ -125,7 +125,7 @@ def _factors(work: Any) -> Any:
 
 
 def convolution_flops(work: Any) -> float:
-    """Return the floating-point operations of a convolution: two for each output element and filter element."""
+    """Return the floating-point operations of a convolution: two for each output element and element of its filter."""
     _, weight = work.inputs
     return 2.0 * math.prod(work.outputs[0].sizes) * math.prod(weight.sizes[1:])
 

@@ -1,13 +1,14 @@
 """Spreads tokens evenly over experts on the virtual device, as a balanced router does.
 
-A router's choice depends on values, which the virtual device does not have. Only this file assumes a choice of experts:
+A router's choice depends on values, which the virtual device does not have. Only this file makes an assumption about
+that choice:
 
     with evenly(chosen=2, experts=8):
         train()
 
-Each expert then gets `tokens * chosen / experts` of each rank's tokens. Megatron-Core's all-to-all dispatcher gets
-these numbers instead of the counts that it reads from the device. Operators that choose by a mask treat the fraction
-`chosen / experts` of the mask as true.
+From a rank with `tokens` tokens, each expert then gets `tokens * chosen / experts`. Megatron-Core's all-to-all
+dispatcher gets these numbers instead of the counts that it reads from the device. Operators that choose by a mask treat
+the fraction `chosen / experts` of the mask as true.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def evenly(chosen: int, experts: int) -> Iterator[None]:
 
 
 def _counted(preprocess: Any) -> Any:
-    """Wrap the dispatcher's `preprocess` to replace its counts of each expert's tokens by an even distribution.
+    """Wrap the dispatcher's `preprocess` so that it counts tokens as spread evenly over experts.
 
     `preprocess` still runs, because its operators are part of the step.
     """

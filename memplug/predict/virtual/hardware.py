@@ -16,9 +16,9 @@ from memplug.files import path_of
 
 SOURCES = ("measured", "fitted", "published", "scaled", "assumed")
 LINK_RATES = tuple(f"{to}{both}_bytes_per_s" for both in ("", "_both") for to in ("to_host", "to_device"))
-"""Entries of a profile that are a single `Rate`, by the bytes of a copy."""
+"""Entries of a profile that are one `Rate` each; the rate's sizes are the bytes of a copy."""
 RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
-"""Entries of a profile that are several `Rate`s by name."""
+"""Entries of a profile that are several `Rate`s, by dtype or attention back end."""
 PROFILES = Path(__file__).with_name("profiles")
 """Folder of the profiles that memplug ships; in the repository, a link to configs/hardware."""
 
@@ -133,9 +133,9 @@ class GpuProfile:
     def read(cls, file: Path) -> GpuProfile:
         """Read a profile from a JSON file.
 
-        The file is an object with the attributes of this class. `name` is a string. An attribute of `RATES` is an
-        object of entries by name; any other attribute is one entry. An entry is `{"value": ..., "from": ...}`. The
-        value of a `Rate` is a number or `[[size, rate], ...]`. "from" is one of:
+        The file is an object with the attributes of this class. `name` is a string. Each attribute in `RATES` is an
+        object with one entry for each dtype or attention back end. Any other attribute is one entry. An entry is
+        `{"value": ..., "from": ...}`. The value of a `Rate` is a number or `[[size, rate], ...]`. "from" is one of:
 
         * "measured".
         * "fitted": to measured steps.

@@ -24,7 +24,7 @@ from memplug.sizes import MIB
 from memplug.torch_private import fused_sdp_choice
 
 _REPEATS = 3
-_WORTH_TIMING_S = 1e-3  # shorter runs are timed several at once
+_WORTH_TIMING_S = 1e-3  # a run shorter than this is repeated, and its repeats are timed together
 _MOST_AT_ONCE = 100
 # Sizes rise until one run takes longer than `_LONGEST_S`, or all runs together longer than `_SERIES_S`. So a slow
 # device is measured at small sizes.
@@ -140,11 +140,12 @@ class _Watch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._numbers = torch.Generator(device).manual_seed(0)
-        # Zeroed repeatedly to keep a GPU busy while the host queues the timed runs; otherwise their queueing is timed.
+        # A buffer. Zeroing it keeps a GPU busy while the host queues the timed runs, so that the time to queue them is
+        # not measured.
         self._before = torch.empty(128 * MIB, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
     def random(self, *sizes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return normally distributed numbers: a GPU multiplies constants faster."""
+        """Return normally distributed numbers, not constants, which a GPU multiplies faster."""
         return torch.randn(*sizes, dtype=dtype, device=self.device, generator=self._numbers)
 
     def seconds(self, run: Callable[[], object]) -> float:
@@ -211,7 +212,7 @@ def _products(watch: _Watch, dtype: torch.dtype) -> Points:
 def _backends(device: torch.device) -> list[str]:
     """Return the attention back ends that run here, torch's own choice first.
 
-    "math", which has no fused kernel, is left out unless no other back end runs.
+    The list has "math", which has no fused kernel, only if no other back end runs.
     """
     query, *others = _attention_inputs(_Watch(device), _LENGTHS[0])
     found = []
@@ -242,7 +243,8 @@ def _attention(watch: _Watch, backend: SDPBackend) -> tuple[Points, Points]:
     Forward counts 2 floating-point operations for each pair of tokens and each channel, backward 5 (`GpuProfile`).
 
     Returns:
-        For forward and for backward: pairs of tokens in a sequence and operations per second.
+        One list for forward and one for backward. Each entry is a pair: tokens in a sequence, and operations per
+        second.
     """
     backward_s: dict[int, float] = {}
 

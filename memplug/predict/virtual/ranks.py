@@ -63,7 +63,7 @@ def joined(rank: int, world_size: int) -> Iterator[None]:
 
     @functools.wraps(make)
     def make_fake(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs["backend_options"] = None  # they belong to the requested backend
+        kwargs["backend_options"] = None  # the caller's options fit the requested backend, not the fake one
         return make(size, rank, ranks, dist.Backend(NAME), *args, **kwargs)
 
     with replaced(distributed_c10d, "_new_process_group_helper", make_fake, KNOWN), links.coalescing():
@@ -147,9 +147,9 @@ def _registered() -> _Links:
     """Register c10d's operators and the fake backend for the virtual device, and return the process's links."""
     VirtualDevice.current()
     links = _Links()
-    links.library = torch.library.Library("c10d", "IMPL")  # the operators stay registered as long as it lives
+    links.library = torch.library.Library("c10d", "IMPL")  # the operators stay registered while it lives
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # replaces torch's kernels, which call a backend
+        warnings.filterwarnings("ignore", "(?s).*registered kernel")  # torch's own kernels, which are replaced
         for name in WORK + OUTPUTS_AND_WORK:
             links.library.impl(name, functools.partial(links.run, name), "PrivateUse1")
     MADE_UP.add(NAME)

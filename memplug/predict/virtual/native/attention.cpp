@@ -34,7 +34,8 @@ bool is_chosen(AttentionBackend backend, const at::Tensor& query, const at::Tens
   return VirtualDevice::get().attention == backend && is_for_kernels(query, value);
 }
 
-// Tells torch which back end to use. On devices of PrivateUse1 torch knows only cuDNN and the generic operator.
+// Tells torch which back end to use. On devices of PrivateUse1 torch knows only cuDNN and the generic operator;
+// `attend` chooses flash attention.
 int64_t choose(
     const at::Tensor& query, const at::Tensor&, const at::Tensor& value, const Optional&, double, bool, Scale, bool) {
   const bool is_cudnn = is_chosen(AttentionBackend::CUDNN, query, value);
@@ -88,8 +89,8 @@ Attended run_forward(
 using Results = std::
     tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
 
-// Returns all results of a forward operator. The random seed has sizes `seeds` and dtype `type`. If `masked`, the last result is
-// an empty mask.
+// Returns all results of an attention operator's forward. The random seed gets sizes `seeds` and dtype `type`. If
+// `masked`, the last result is an empty mask, otherwise an undefined tensor.
 Results results(
     const Attended& found, const at::Tensor& query, const at::Tensor& key, c10::IntArrayRef seeds, at::ScalarType type, bool masked) {
   const at::DisableRecordFunctionGuard one;

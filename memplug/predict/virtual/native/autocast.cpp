@@ -16,7 +16,7 @@ void register_autocast() {
 #define KERNEL_SAME_SIGNATURE_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
 #define KERNEL_SAME_SIGNATURE_OPT_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
 #define KERNEL_SAME_SIGNATURE_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
-  using namespace at; // the macros need it
+  using namespace at; // the macros use its names
   using namespace at::autocast;
   AT_FORALL_LOWER_PRECISION_FP(KERNEL_SAME_SIGNATURE_LOWER)
   AT_FORALL_FP32(KERNEL_SAME_SIGNATURE_FP32)

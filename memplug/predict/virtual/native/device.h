@@ -51,8 +51,8 @@ struct Costs {
 };
 
 // Returns the results of an operator that reads values, or whose output shapes depend on values: CPU tensors, or meta
-// tensors if only shapes matter. If it returns none, the device makes the results up, or the operator fails. `waits`:
-// whether the program waits for the result; otherwise it may never read it.
+// tensors if only shapes matter. If the function returns none, the device makes the results up, or the operator fails.
+// `waits`: whether the program waits for the result; otherwise it may never read it.
 using Answers = std::function<std::optional<std::vector<at::Tensor>>(const Work&, bool waits)>;
 
 // The back end whose operators run attention; OTHER: torch's generic operators for other vendors' devices.

@@ -26,7 +26,7 @@ at::Tensor rms_norm(
 at::Tensor embed_backward(
     const at::Tensor& gradient, const at::Tensor& indices, c10::SymInt count, c10::SymInt, bool) {
   const at::DisableRecordFunctionGuard one;
-  const at::Tensor dense = gradient.contiguous(); // as in the kernels of CUDA and the CPU
+  const at::Tensor dense = gradient.contiguous(); // a copy if needed, as in the kernels of CUDA and the CPU
   at::Tensor output = at::empty({count.guard_int(__FILE__, __LINE__), dense.size(-1)}, dense.options());
   VirtualDevice::get().run({"aten::embedding_dense_backward", {shape_of(dense), shape_of(indices)}, {shape_of(output)}});
   return output;

@@ -3,10 +3,10 @@
 //
 // A copy runs at one rate while the other direction is idle, and at another rate while the other direction is busy.
 // Events and streams need a copy's end as soon as the copy is queued, so the end is computed then, from the copies
-// queued so far. A copy that is queued later in the other direction should slow the first copy down, but the first
-// copy's end is fixed. Instead the first copy's direction becomes free later, by the time that the copy should have
-// lost. So queues of copies in both directions take the right time in total; only the last copy of a queue may end too
-// early.
+// queued so far. A copy that is queued later in the other direction should slow an earlier copy down, but the earlier
+// copy's end is fixed. Instead the earlier copy's direction becomes free later, by the time that the earlier copy
+// should have lost. So queues of copies in both directions take the right time in total; only the last copy of a queue
+// may end too early.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,8 @@ class LinkClock {
     own.forget(host_s);
     other.forget(begin_s);
     RunningCopy run{begin_s, seconds.alone, seconds.speed()};
-    double owed_s = 0; // delay of the other direction's copies not yet added to an `end_s`, in seconds at full speed
+    // the delay that this copy causes in the other direction and that no `end_s` includes yet, in seconds at full speed
+    double owed_s = 0;
     for (size_t at = 0; at < other.copies.size() && (run.left_s > 0 || owed_s > 0); ++at) {
       Copy& copy = other.copies[at];
       run.go(std::max(copy.begin_s - run.now_s, 0.0), 1);

@@ -3,9 +3,9 @@
 // It follows c10/cuda/CUDACachingAllocator.cpp. Sizes are rounded up to 512 bytes. Each stream has a pool for small
 // requests and a pool for large ones. A request gets the smallest free block that holds it; of equally large blocks,
 // the one with the lowest address. Blocks are split, and merged with free neighbours. If the device has no more memory,
-// free segments are released to the device. If other streams use a block when it is freed, it can be reused only after
-// the work that is then queued on these streams. With expandable segments, a pool has ranges of addresses instead of
-// segments, and maps pages of the ranges to memory.
+// free segments are released to the device. If other streams use a freed block, the block is reused only after the work
+// that was queued on these streams when it was freed. With expandable segments, a pool has ranges of addresses instead
+// of segments, and maps pages of the ranges to memory.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -24,7 +24,8 @@
 namespace memplug {
 
 struct VirtualMemory {
-  int64_t requested = 0, allocated = 0, reserved = 0; // in bytes: requests; their blocks; all segments and mapped pages
+  // bytes of requests, of the blocks that serve them, and of all segments and mapped pages
+  int64_t requested = 0, allocated = 0, reserved = 0;
   int64_t requested_peak = 0, allocated_peak = 0, reserved_peak = 0;
   int64_t retries = 0; // requests for which free segments had to be released
   int64_t holes = 0; // free bytes that cannot be released, because blocks in use share their segment or page

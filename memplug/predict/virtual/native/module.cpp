@@ -29,9 +29,9 @@ std::shared_ptr<py::function> kept(Function function) {
           }};
 }
 
-// Waits until autograd's thread has destroyed the objects of its last task, which may be Python objects. To do so it
-// runs one more backward on autograd's thread, from a new thread without Python objects. The tensor is empty, because
-// the device's memory may be used up.
+// Waits until autograd's thread has destroyed the objects of its last task, which may be Python objects. To do so, runs
+// one more backward on autograd's thread, from a new thread without Python objects. The tensor is empty, because the
+// device's memory may be used up.
 void settle() {
   std::thread([] {
     try {

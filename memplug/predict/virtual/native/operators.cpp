@@ -57,8 +57,7 @@ bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-// Returns whether an operator's outputs or their sizes depend on values. Those of `index` do only if an index is a
-// mask.
+// Returns whether an operator's outputs or their sizes depend on values; for `index`, whether an index is a mask.
 bool depends_on_values(const c10::OperatorHandle& op, const std::vector<TensorShape>& inputs) {
   if (op.schema().name() == "aten::index") {
     return std::any_of(inputs.begin() + 1, inputs.end(), [](const TensorShape& each) {
@@ -68,8 +67,8 @@ bool depends_on_values(const c10::OperatorHandle& op, const std::vector<TensorSh
   return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
 }
 
-// Replaces an operator's meta kernel by an answer, if the operator depends on values and there is an answer. Otherwise
-// does nothing and returns false.
+// Tries to return an answer as the operator's outputs, in place of the meta kernel. Returns false, and changes nothing,
+// if the operator does not depend on values or there is no answer.
 bool run_as_answered(const c10::OperatorHandle& op, const Work& work, torch::jit::Stack* stack) {
   if (work.inputs.empty() || !depends_on_values(op, work.inputs)) {
     return false;
@@ -255,7 +254,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
   return at::isFloatingType(self.scalar_type()) ? at::Scalar(1.0) : at::Scalar(1);
 }
 
-// -- which are kernels ------------------------------------------------------------------------------------------------------
+// -- which operators are kernels --------------------------------------------------------------------------------------------
 
 bool is_view(const c10::FunctionSchema& schema) {
   return std::any_of(schema.returns().begin(), schema.returns().end(), [](const c10::Argument& each) {

@@ -8,7 +8,7 @@ namespace memplug {
 namespace {
 
 constexpr int64_t kMiB = 1 << 20;
-constexpr int64_t kSmallSegment = 2 * kMiB, kLargeSegment = 20 * kMiB; // also the page sizes of expandable segments
+constexpr int64_t kSmallSegment = 2 * kMiB, kLargeSegment = 20 * kMiB; // bytes; also of expandable segments' pages
 constexpr int64_t kLarge = 10 * kMiB; // a request of this size or more gets a segment of its own size
 constexpr int64_t kRound = 2 * kMiB;
 constexpr int64_t kRange = (int64_t(1) << 38) / kLargeSegment * kLargeSegment; // bytes of a range; more than any device has
