@@ -51,9 +51,9 @@ def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]
 
 
 def watch_joins(attached: AttachedModel) -> None:
-    """Tell the session's `Ranks` when this rank, out of batches, waits in torch's `join`, and when that wait is over.
+    """Tell the session's `Ranks` when this rank begins and ends to wait in torch's `join`, out of batches.
 
-    This works for every wrapper of the model, also for one that is made after attaching.
+    The patch is on torch's class, so it covers wrappers that are made after attaching.
     """
     ranks = weakref.ref(attached.ranks)
 
@@ -105,5 +105,5 @@ def _groups(target: AttachTarget) -> Iterator[Group]:
 def _ranks(group: Group) -> list[int]:
     if isinstance(group, list):
         return group
-    # in place of a group without this rank, torch returns an int
+    # torch represents a group without this rank by an int
     return [] if isinstance(group, int) else dist.get_process_group_ranks(group)

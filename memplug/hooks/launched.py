@@ -16,7 +16,7 @@ from memplug.startup.settings import RunSettings
 log = logging.getLogger("memplug")
 
 ENTRIES = {"deepspeed": deepspeed.install, megatron_training.MODULE: megatron_training.install}
-"""By the name of a framework's module, the function that patches it once it is imported."""
+"""Functions that patch a framework's module once it is imported, by the module's name."""
 
 
 def imported(module: str, settings: str) -> None:

@@ -192,8 +192,8 @@ class _Passes:
 
     Args:
         module: the unit's module.
-        is_known: True if the module's class is a known one. It then enters an autocast of its own only if
-            `will_execute_quantized` returns True (Megatron-Core's classes).
+        is_known: True if the module's class is a known one. Modules of known classes enter an autocast of their own
+            only if their `will_execute_quantized` returns True (Megatron-Core's classes have it).
     """
 
     def __init__(self, module: nn.Module, is_known: bool):
@@ -248,7 +248,7 @@ class _Passes:
                 yield
         finally:
             put(now)
-            del firsts[: len(firsts) - before]  # entries that are left over after an error
+            del firsts[: len(firsts) - before]  # after an error, entries that no module has removed
             for number, length in lengths.items():
                 for _ in range(len(queues[number]) - length):
                     queues[number].popleft()
