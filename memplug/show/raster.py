@@ -13,7 +13,7 @@ from memplug.figures.figure import Rectangles
 
 
 def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, shape: tuple[int, int]) -> np.ndarray:
-    """Return 1 + the index of the group that is visible in each pixel, or 0 without one; for at most 255 groups.
+    """Return, for each pixel, 1 + the index of the group that is visible there, or 0; for at most 255 groups.
 
     Args:
         drawn: The rectangles to paint.
