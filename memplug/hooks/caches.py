@@ -83,8 +83,8 @@ class FoundCache:
         for name, value in list(vars(used).items()):
             if isinstance(value, _CacheLayers):
                 value.put_into(cache.layers, self._region, self._uses)
-                # keep no unused layer: tensors that a later region puts into one may reference this object by their
-                # graph
+                # drop the layers that the run did not use: another region may put tensors into them, whose autograd
+                # graph references this object
                 before.layers = [value.found.get(at) for at in range(len(before.layers))]
             elif is_cache(value) and is_cache(getattr(cache, name, None)):
                 self._put(getattr(cache, name), value, getattr(before, name))

@@ -2,8 +2,8 @@
 
 | asked for by | while the session is attached |
 |---|---|
-| Hugging Face's flag `gradient_checkpointing`, however and whenever set | the layer calls its function directly |
-| `CheckpointWrapper` of torch, FSDP or torchtitan around a region | the wrapper calls the region directly |
+| Hugging Face's flag `gradient_checkpointing`, however and whenever set | the layer runs without a checkpoint |
+| `CheckpointWrapper` of torch, FSDP or torchtitan around a region | the region runs without a checkpoint |
 | a reentrant `torch.utils.checkpoint`, or DeepSpeed's `checkpoint` | runs as torch's with `use_reentrant=False` |
 | `torch.utils.checkpoint` with `use_reentrant=False` | runs as before: memplug can run regions inside it |
 
@@ -110,7 +110,7 @@ class _Direct:
 
 
 class LayersFunction:
-    """The attribute of a region's class by which a Hugging Face layer checkpoints itself.
+    """Descriptor for the attribute `FUNCTION`, which holds the checkpoint of a Hugging Face layer.
 
     Args:
         session_of: returns the session of a layer, or None if the layer is no region at present.
@@ -165,7 +165,7 @@ class ReentrantCheckpoints:
         self._running = _Running()
 
     def begin(self) -> None:
-        """Add a session; the first one replaces the classes of reentrant checkpoints."""
+        """Add a session; replace the classes of reentrant checkpoints that are not replaced already."""
         self._sessions += 1
         known = [module for module, _, _ in self._replaced]
         for module, convert in self._places():
@@ -175,7 +175,7 @@ class ReentrantCheckpoints:
                 setattr(module, _CLASS, self._replaced[-1][-1])
 
     def end(self) -> None:
-        """Remove a session; the last one restores the classes of reentrant checkpoints."""
+        """Remove a session; if none is left, restore the classes of reentrant checkpoints."""
         self._sessions -= 1
         if self._sessions:
             return
@@ -183,7 +183,7 @@ class ReentrantCheckpoints:
         self._modules.clear()
         while self._replaced:
             module, own, following = self._replaced.pop()
-            if getattr(module, _CLASS) is following:  # otherwise other code has patched it; ours has no effect then
+            if getattr(module, _CLASS) is following:  # otherwise other code has replaced it; ours then calls `own`
                 setattr(module, _CLASS, own)
 
     def see(self, name: str, attached: AttachedModel) -> None:

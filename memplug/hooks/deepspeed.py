@@ -174,13 +174,13 @@ def install(
 ) -> None:
     """Patch `deepspeed.initialize` to attach to the engine that it returns; a second call does nothing.
 
-    An engine without an optimizer is left alone. So is an engine without the block, unless `config` is given. An engine
-    whose block says `"enabled": false` makes `initialize` remove the patch.
+    The patch leaves an engine alone if it has no optimizer, or if it has no block and `config` is None. An engine whose
+    block is off (`"enabled": false`, or no technique enabled) makes `initialize` remove the patch.
 
     Args:
         attach: called with the engine, and with its block or `config`.
         config: the block for engines whose configuration has none; None to leave them alone.
-        off: called with the reason if an engine is left alone; "" if a block says `"enabled": false`.
+        off: called with the reason if an engine is left alone; "" if its block is off.
 
     Raises:
         UnsupportedVersionError: DeepSpeed cannot be imported.

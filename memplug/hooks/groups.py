@@ -17,7 +17,7 @@ from memplug.hooks.patching import patch
 from memplug.session.attached import AttachedModel
 from memplug.torch_private import KNOWN
 
-COUNT_OTHERS = "_get_num_nonjoined_procs"  # a rank without more batches calls this method repeatedly
+COUNT_OTHERS = "_get_num_nonjoined_procs"  # a rank that is out of batches calls this method repeatedly
 
 Group = Any
 """A process group, or a list of ranks of the world."""
@@ -51,7 +51,7 @@ def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]
 
 
 def watch_joins(attached: AttachedModel) -> None:
-    """Tell the session's `Ranks` when this rank begins and ends to wait in torch's `join`, out of batches.
+    """Tell the session's `Ranks` when this rank is out of batches and waits in torch's `join`, and when it returns.
 
     The patch is on torch's class, so it covers wrappers that are made after attaching.
     """

@@ -39,7 +39,7 @@ def install(module: str, config: MemplugConfig | None, outcome: Outcome) -> None
 
     Args:
         module: the framework's module, a key of `ENTRIES`.
-        config: the block for engines and models that bring none; None to leave them alone.
+        config: the block for engines and models without one; None to leave them alone.
         outcome: gets a note of the import, and of each engine or model.
 
     Raises:

@@ -53,7 +53,7 @@ def find_layers(model: nn.Module, config: MemplugConfig, ranks: Ranks | None = N
 
 
 def repeated_modules(model: nn.Module) -> Layers:
-    """Return the outermost modules that are children of one module, have numbers as names, and share a class.
+    """Return the outermost modules that repeat: numbered children of one module, of one class.
 
     A module of `torch.nn` without children, such as `Linear`, does not count.
     """
@@ -85,7 +85,7 @@ def _tell(model: nn.Module, found: Layers, elsewhere: bool) -> None:
 
 
 def _patterns(model: nn.Module, found: Layers) -> Iterator[str]:
-    """Yield patterns that match exactly the found modules: one like `layers.*` for each container, or their names."""
+    """Yield patterns for the found modules: one like `layers.*` if it matches only found modules, else each name."""
     _, written = regions.modules_as_written(model)
     names = [written[name] for name, _ in found]
     for container in dict.fromkeys(name.rpartition(".")[0] for name in names):

@@ -123,9 +123,9 @@ class Megatron(Framework):
         }
 
     def check(self, target: AttachTarget, modules: Layers, config: MemplugConfig) -> None:
-        """Raise an error if Megatron-Core is set to offload or capture the layers itself, or to recompute them.
+        """Raise an error if Megatron-Core itself is set to offload, recompute or graph-capture (CUDA) the layers.
 
-        If the block lets memplug replace recomputation, `hook` switches that off.
+        If the block lets memplug replace recomputation, recomputation is no error: `hook` switches it off.
         """
         check_version()
         replaced = {_RECOMPUTES} if config.tokenwise.checkpointing == "replace" else set()

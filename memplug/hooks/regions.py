@@ -137,10 +137,10 @@ def refuse_missing(pattern: str, model: nn.Module) -> NoReturn:
 
 
 def modules_as_written(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return a model's modules without wrappers, and the names of all modules without the parts that wrappers add.
+    """Return a model's modules except wrappers, and each module's name as written: without the wrappers' parts.
 
     Returns:
-        The module by its name, and the name without wrappers by the name; a wrapper's name is that of its module.
+        (modules by name, names as written by name). A wrapper and its module have the same name as written.
     """
     named = dict(model.named_modules())
     written = {name: as_written(name, named) for name in named}
@@ -154,7 +154,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def may_run_as_region(module: nn.Module) -> bool:
-    """Return whether `make_region` takes the module: its class can be subclassed, and its forward is not compiled."""
+    """Return whether the module's class can be subclassed, and its forward exists, uncompiled and not replaced."""
     if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__ or _is_compiled(module):
         return False
     try:

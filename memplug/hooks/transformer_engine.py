@@ -82,7 +82,8 @@ def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Return the modules of Transformer Engine inside a region that become units, in the region's order.
 
     Returns:
-        (name, module, class) for each. The class is the known Transformer Engine class that it derives from, or "".
+        (name, module, class) for each. The class is the known one of Transformer Engine that the module's class
+        derives from, or "".
     """
     found: list[tuple[str, nn.Module, str]] = []
 
@@ -203,12 +204,12 @@ class _Passes:
         self._asked = [ask for ask in asked if ask is not None]
 
     def forward(self) -> AbstractContextManager[_UnitState]:
-        """Return a context for a forward, which yields the unit's state; the state is complete once it exits."""
+        """Return a context for a forward; it yields the unit's state, which is complete when the context exits."""
         state = _UnitState(self.is_quantized(), _autocast()[0]())
         return self._noting(state) if state.is_quantized else contextlib.nullcontext(state)
 
     def again(self, state: _UnitState | None) -> AbstractContextManager[None]:
-        """Return a context that runs the unit again with a forward's state."""
+        """Return a context in which the unit, run again, has the state of its forward."""
         if state is None or not (state.is_quantized or _manager().is_fp8_enabled()):
             return _NOTHING
         return self._with(state)
@@ -261,7 +262,7 @@ class _Passes:
         return bool(self._asked) and any(ask(False) for ask in self._asked)
 
     def kept_casts(self) -> list[torch.Tensor]:
-        """Return the casts of weights that modules cache for all micro-batches of a step, and the tensors in them."""
+        """Return the weight casts that modules cache for all micro-batches of a step, and the tensors in the casts."""
         found = []
         for part in self._modules:
             for cast in getattr(part, "_fp8_workspaces", {}).values():
