@@ -36,7 +36,7 @@ class _Line(NamedTuple):
         config: the file of `--config` or `--memplug-config`; None without one.
         is_module: True after `-m`.
         target: the script, or the module's name.
-        arguments: the script's arguments: those that the launcher put first, then its own.
+        arguments: the script's arguments: those that the launcher put first, then those of the user.
     """
 
     config: str | None

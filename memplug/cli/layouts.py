@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def layout_of(workload: "Workload", split: dict[str, Any], gpus: int | None) -> "RankLayout | None":
-    """Return Megatron-Core's layout, or None if Megatron-Core does not train.
+    """Return Megatron-Core's layout, or None for an estimate without Megatron-Core.
 
     `split` has the layout's options on the command line, by the names of `RankLayout`'s fields.
     """

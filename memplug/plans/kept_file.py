@@ -23,7 +23,8 @@ def keep(
         kinds: the types of its parts.
         file: this rank's file; its folder is created.
         lower: files of the lower ranks; they may be missing.
-        higher: files of higher ranks whose processes do not exist; they become links to this rank's file.
+        higher: in an estimate, the files of the higher ranks, whose processes do not exist; they become links to this
+            rank's file.
 
     Raises:
         LayoutError: the file cannot be written.

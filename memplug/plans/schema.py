@@ -46,8 +46,8 @@ class TrainingPart:
         run: name of the run that made the plan; names of later runs sort after those of earlier ones.
         index: index of the program among that run's programs, in order of first appearance.
         program: the planned program; None if the plan has no decisions, so that no step needs to match it.
-        first: the program of the run's first step, if its sizes are those of `program` but its operators are not
-            similar; else None. It differs under ZeRO 3, which learns the order of parameters in the first step.
+        first: the program of the run's first step, if it has the same sizes as `program` and dissimilar operators;
+            else None. ZeRO 3 makes them dissimilar: it learns the order of parameters in the first step.
         gradients_stay: True if parameters keep the memory of their gradients from step to step.
     """
 
