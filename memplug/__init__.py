@@ -20,7 +20,7 @@ __all__ = ["MemplugConfig", "Session", "attach", "estimate", "install", "load_pl
 
 
 def install() -> None:
-    """Make every later call of `deepspeed.initialize` attach to its engine, by the JSON's "memplug" block.
+    """Make every later call of `deepspeed.initialize` attach to the new engine, if its JSON has a "memplug" block.
 
     Call it before `deepspeed.initialize` is used or imported by name. A second call changes nothing.
     """

@@ -26,7 +26,7 @@ class Beside:
     """Runs one task at a time, in a separate process.
 
     Args:
-        waits: Whether to start no process: `take` then runs the task, while training waits.
+        waits: True to start no process: `take` runs the task itself, and training waits for it.
     """
 
     def __init__(self, waits: bool):
@@ -38,12 +38,12 @@ class Beside:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether there is a task whose result has not been taken."""
+        """Return whether a task has begun whose result `take` has not returned."""
         return self._task is not None
 
     @property
     def is_done(self) -> bool:
-        """Return whether `take` would not wait for a process."""
+        """Return whether `take` would return without waiting for a process."""
         return self._process is None or self._process.poll() is not None
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:

@@ -86,10 +86,10 @@ def load_config(source: Mapping[str, Any] | str | Path | MemplugConfig | None) -
 
 
 def block_in(file: str | Path) -> MemplugConfig:
-    """Return the configuration in a file that is a block, or that `load_config` finds a block in.
+    """Return the configuration in a file that is a block, or in which `load_config` finds a block.
 
     Raises:
-        ConfigError: As `load_config` does; also if the file has no block.
+        ConfigError: The cases of `load_config`, or the file has no block.
     """
     content = read_json(file)
     if "memplug" in content:
@@ -114,12 +114,11 @@ def json_schema() -> dict[str, Any]:
 
 
 def _problem(block: Mapping[str, Any], place: tuple[str | int, ...]) -> str:
-    """Return a sentence on the problem at a place of the block.
+    """Return a sentence on the problem that pydantic found at one place of the block.
 
     Args:
         block: The whole block.
-        place: Pydantic's place of the problem: keys from the block inwards, perhaps followed by a branch of a union or
-            an index of a list.
+        place: Keys from the block inwards, perhaps followed by a branch of a union or an index of a list.
     """
     model, value, path = MemplugConfig, block, "memplug"
     for key in place:

@@ -36,7 +36,7 @@ class _Line(NamedTuple):
         config: the file of `--config` or `--memplug-config`; None without one.
         is_module: True after `-m`.
         target: the script, or the module's name.
-        arguments: the script's arguments: those that the launcher put first, then its own.
+        arguments: the script's arguments: those that the launcher put first, then those of the user.
     """
 
     config: str | None
@@ -53,9 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     Args:
         arguments: memplug's options, options that the launcher puts first (`--local_rank=0`; passed on to the script),
-            the script or `-m` and a module, and its own arguments. FILE is a block, or a JSON that holds one.
-            `--memplug-config FILE` means the same and may also stand among the script's own arguments, which then do
-            not contain it; after `--` it is left to the script. None for the arguments of this process.
+            the script or `-m` and a module, and the script's own arguments. None for the arguments of this process.
+            FILE is a block, or a JSON that holds one. `--memplug-config FILE` means the same as `--config FILE`, and
+            may also stand among the script's own arguments, from which memplug removes it; after `--` it belongs to
+            the script.
 
     Raises:
         ConfigError: no script was named, the script or module does not exist, or the block cannot be used.

@@ -28,7 +28,7 @@ _lacking: list[tuple[str, str]] = []
 
 
 def _looked_up(path: str) -> Any:
-    """Return torch's object of that dotted name; raise AttributeError if there is none."""
+    """Return the object of torch with a dotted name; raise AttributeError if there is none."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -47,7 +47,7 @@ def _lacks(path: str, use: str) -> UnsupportedVersionError:
 
 
 def _name(path: str, use: str, *older: str, needed: bool = True) -> Any:
-    """Return torch's object of that name, or a function that raises UnsupportedVersionError if there is none.
+    """Return the object of torch with a name, or a function that raises UnsupportedVersionError if there is none.
 
     Args:
         path: Dotted name.

@@ -37,7 +37,7 @@ app.command(epilog="Example: memplug doctor > doctor.txt, to paste into a bug re
 app.command(epilog="Example: memplug estimate --model configs/models/7b.yaml --gpu h200 --seq-len 32768")(estimate)
 app.command(
     epilog="Example: memplug run deepspeed train.py --deepspeed ds.json",
-    context_settings={"allow_interspersed_args": False},  # options after COMMAND are its own
+    context_settings={"allow_interspersed_args": False},  # options after COMMAND belong to COMMAND
 )(run)
 app.command(epilog="Example: memplug show trace.npz --html memory.html")(show)
 app.command(epilog="Example: memplug plan trace.npz -o plan.json")(plan)

@@ -168,8 +168,8 @@ class _Asked:
 
     Attributes:
         settings: The DeepSpeed JSON; empty if there is none.
-        gpus: Number of ranks; None: not given, so that DeepSpeed's engine does not train.
-        layout: Layout of Megatron-Core; None: Megatron-Core does not train.
+        gpus: Number of ranks, from `--gpus`; without it None, and the estimate is without DeepSpeed's engine.
+        layout: Layout of Megatron-Core; None: the estimate is without Megatron-Core.
         micro_batches: Micro-batches in a step of Megatron-Core.
     """
 
@@ -220,10 +220,10 @@ def _asked(
     Args:
         ds_json: The DeepSpeed JSON, if any.
         model: The file with the model's shape.
-        split: The options of Megatron-Core's layout that were given.
-        gpus: Number of ranks; None: not given.
+        split: The options of Megatron-Core's layout on the command line, by the names of `RankLayout`'s fields.
+        gpus: Number of ranks, from `--gpus`; None without it.
         request: Arguments of `EstimateRequest.of`.
-        given: Fields of `Workload`; a field of None gets its value from the files.
+        given: Fields of `Workload`; a field that is None gets its value from the files.
     """
     from memplug.config import read_ds_config
     from memplug.ds_json.reading import read_json

@@ -24,7 +24,7 @@ def facts_of(
         workload: The estimated workload.
         largest: The longest sequence and the largest micro-batch that fit, by mode; empty if unknown.
         settings: The DeepSpeed JSON.
-        gpus: Number of ranks of DeepSpeed's engine; None: DeepSpeed does not train.
+        gpus: Number of ranks of DeepSpeed's engine; None: the estimate is without it.
     """
     names = ("step_s", "flops", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
     more = ("arena_off_because", "host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits", "bubble_s")

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def layout_of(workload: "Workload", split: dict[str, Any], gpus: int | None) -> "RankLayout | None":
-    """Return Megatron-Core's layout, or None if Megatron-Core does not train.
+    """Return Megatron-Core's layout, or None for an estimate without Megatron-Core.
 
-    `split` has the layout's options that were given.
+    `split` has the layout's options on the command line, by the names of `RankLayout`'s fields.
     """
     from memplug.predict.estimator.layout import RankLayout
 
@@ -33,7 +33,7 @@ def micro_batches_of(layout: "RankLayout | None", settings: dict[str, Any]) -> i
 
 
 def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int = 1) -> str:
-    """Return the workload in words, to follow a rank's description on one line."""
+    """Return the workload in words, to end a line that begins with the description of a rank."""
     several = f"{micro_batches} micro-batches of " if micro_batches > 1 else ""
     parts = [
         f"{workload.layers} layers of {workload.shape.fields['hidden_size']:,}",
@@ -47,7 +47,7 @@ def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int
 
 
 def facts_of(found: "Estimate", workload: "Workload", layout: "RankLayout", micro_batches: int) -> dict[str, Any]:
-    """Return the facts on an estimate for Megatron-Core: title, layout, and each estimated stage of the pipeline."""
+    """Return the facts of an estimate that are specific to Megatron-Core: title, layout, and pipeline stages."""
     import dataclasses
 
     several = f"one of {layout.gpus} {found.hardware.name}" if layout.gpus > 1 else f"one {found.hardware.name}"

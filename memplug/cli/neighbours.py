@@ -13,7 +13,7 @@ _log = logging.getLogger("memplug")
 
 
 def warn(ds_config: Mapping[str, Any], config: MemplugConfig) -> None:
-    """Log one warning of all values that other readers of the file refuse, and one of each conflicting setting.
+    """Log one warning for all values that other readers of the file refuse, and one for each conflicting setting.
 
     Args:
         ds_config: The whole DeepSpeed JSON.

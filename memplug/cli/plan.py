@@ -187,7 +187,7 @@ def _rows(made: "AddressPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _why(problem: "Problem", facts: dict[str, Any], capacity_bytes: int) -> list[str]:
-    """Return lines on why the plan does not fit; if no plan can, they list the largest requests at the peak."""
+    """Return lines on why the plan does not fit; if no plan fits, the lines list the largest requests at the peak."""
     from memplug.words import size
 
     missing = facts["lower_bound_bytes"] - capacity_bytes

@@ -74,7 +74,7 @@ def _program(command: list[str]) -> list[str]:
 def _wait(program: list[str], env: dict[str, str]) -> int:
     """Run the program to its end, pass signals on to it, and return its exit code.
 
-    A terminal sends an interrupt to the program too: then it is not passed on.
+    If a terminal interrupts this process, it interrupts the program too; so that interrupt is not passed on.
     """
     process = subprocess.Popen(program, env=env)
 

@@ -65,7 +65,7 @@ def show(
         else:
             facts, rows, writers = _trace(source, step)
     print_facts(facts, rows, as_json=as_json)
-    # If a view cannot be written, the others are written all the same.
+    # A list, not a generator: if one view cannot be written, the others still are.
     if not all([_written(view, writers[view], path) for view, path in paths.items() if path is not None]):
         raise typer.Exit(1)
 
@@ -88,7 +88,7 @@ def _trace(source: Path, step: int | None) -> "tuple[dict, list[tuple[str, str]]
 def _snapshot(
     source: Path, device: int | None
 ) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
-    """Return the same as `_trace` for a snapshot of torch's allocator."""
+    """Return facts, words and writers, like `_trace`, for a snapshot of torch's allocator."""
     from memplug.profile.allocator_history import load
     from memplug.show.history_summary import rows, summary
 
@@ -98,7 +98,7 @@ def _snapshot(
 
 
 def _views(trace: "Trace") -> "dict[str, Callable[[Path], None]]":
-    """Return the writer of each view of a trace."""
+    """Return the function that writes each view of a trace, by the view's option."""
     from memplug.show.chrome import write_chrome
     from memplug.show.page import write_page
     from memplug.show.picture import write_picture
@@ -114,7 +114,7 @@ def _views(trace: "Trace") -> "dict[str, Callable[[Path], None]]":
 
 
 def _plan(source: Path) -> "tuple[dict, list[tuple[str, str]], dict[str, Callable[[Path], None]]]":
-    """Return the same as `_trace` for a plan."""
+    """Return facts, words and writers, like `_trace`, for a plan."""
     from memplug.plans.plan_file import load
     from memplug.show.page import write_page
     from memplug.show.picture import write_picture

@@ -38,7 +38,7 @@ _truth = TypeAdapter(bool | None).validate_python
 def present(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with DeepSpeed's present names; values of former switches are converted.
 
-    DeepSpeed ignores values of "auto". Here they stay under a present name, and are dropped under a former name.
+    DeepSpeed ignores values of "auto". This function keeps them under present names, and drops them under former names.
 
     Args:
         ds_config: the content of a DeepSpeed JSON.

@@ -32,7 +32,7 @@ class KeyPlace(NamedTuple):
 
 @dataclass(slots=True)
 class _Open:
-    """An object or an array that the walk has entered and not left.
+    """An object or an array that a `_Walk` has entered and not left.
 
     Attributes:
         path: path from the top.

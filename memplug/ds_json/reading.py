@@ -37,7 +37,7 @@ class DsJson:
     """DeepSpeed's configuration, as read from a file.
 
     Attributes:
-        path: the file that holds it, which another file may name.
+        path: the file that contains the configuration; another file may have named it.
         content: the whole configuration.
         remarks: sentences on contents that DeepSpeed, Trainer and Accelerate interpret differently, or that one of
             them refuses.
@@ -57,8 +57,8 @@ def read(source: str | Path) -> DsJson:
     """Read a whole DeepSpeed JSON; comments and trailing commas are accepted if DeepSpeed's own reader accepts them.
 
     `source` may also be a file of Accelerate (YAML or JSON) or of training arguments. Then its key
-    `deepspeed_config_file` or `deepspeed` names the DeepSpeed JSON to read. A "memplug" block in such a file is
-    ignored, with a warning.
+    `deepspeed_config_file` or `deepspeed` names the DeepSpeed JSON to read, or `deepspeed` contains the configuration.
+    A "memplug" block elsewhere in such a file is ignored, with a warning.
 
     Args:
         source: path of the file.
@@ -162,7 +162,7 @@ def _hjson(path: Path, text: str, error: ValueError, objects: Callable[[list], d
 
 
 def _spot(text: str, error: ValueError) -> str:
-    """Return the first place that is not JSON in words, with its line's number and text."""
+    """Describe the first place of a text that is not JSON: line number, text of the line, and reason."""
     if not isinstance(error, json.JSONDecodeError):
         return f"not JSON ({error})"
     line = text.splitlines()[error.lineno - 1].strip() if text.splitlines()[error.lineno - 1 :] else ""
@@ -213,7 +213,7 @@ def _yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
 
 
 def _names_another(content: Mapping[str, Any]) -> bool:
-    """Return whether a JSON is Accelerate's, or holds training arguments."""
+    """Return whether a JSON is a file of Accelerate or of training arguments."""
     return any(key in content for key in _ACCELERATE) or isinstance(content.get("deepspeed"), (str, Mapping))
 
 

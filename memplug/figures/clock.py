@@ -1,4 +1,8 @@
-"""Phases and layers along a clock: their stretches, the bars that show them, and the points of a curve to draw."""
+"""Phases and layers along a clock: their stretches, the bars that show them, and the points of a curve to draw.
+
+A clock is the horizontal axis of a recording: it counts operators or memory events. A stretch is an interval on the
+clock in which one phase or one layer runs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from memplug.profile.records import Layer, Phase
 def strips(
     phases: Sequence[Phase], layers: Sequence[Layer], phase_runs: Stretches, layer_runs: Stretches, clock: str
 ) -> list[Panel]:
-    """Return the phases and the layers that ran, as rows of coloured stretches; leave out a row without stretches.
+    """Return a panel with the phases that ran and one with the layers; leave out a panel without stretches.
 
     Args:
         phases: The table that `phase_runs` refers to.
@@ -56,7 +60,7 @@ def _strip(clock: str, runs: Stretches, looks: list[tuple[str, str, str]]) -> Ba
 def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
     """Return the stretches of equal values.
 
-    If there are more than `at_most`, return those of `at_most` evenly spaced samples.
+    If there are more than `at_most`, sample `at_most` evenly spaced values, and return the stretches of equal samples.
     """
     bounds = np.arange(len(values) + 1)
     if len(_edges(values)) > at_most:
@@ -68,7 +72,7 @@ def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
 
 
 def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Stretches:
-    """Return the stretches of layers among operators or events, see `runs`; a stretch ends where its phase ends."""
+    """Return the stretches of layers among operators or events, see `runs`; a new phase also begins a new stretch."""
     layers = int(rows["layer"].max(initial=-1)) + 2
     found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, at_most)
     return found._replace(value=found.value % layers - 1)
@@ -80,7 +84,7 @@ def _edges(values: np.ndarray) -> np.ndarray:
 
 
 def m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.ndarray:
-    """Return the sorted indices of each bin's first, smallest, largest and last value, enough to draw a curve.
+    """Return the indices of the first, smallest, largest and last value in each part of the clock, to draw a curve.
 
     Args:
         in_use: Memory in use after each event.
@@ -89,7 +93,7 @@ def m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.nda
         bins: Number of equal parts of the clock.
 
     Returns:
-        int64[at most 4 * bins].
+        int64[at most 4 * bins], in increasing order.
     """
     kept = set()
     bounds = np.searchsorted(places, np.linspace(0, length, bins + 1)[1:-1], "left")

@@ -158,7 +158,7 @@ class Panel:
     y: Axis
     height: float  # relative to the other panels
     content: Sequence[Stack | Steps | Bars | Rectangles | Outlines | Spaces | Line | Callout]
-    # Alternative drawings below the content, by the name of their colouring; a page switches between them.
+    # Alternative drawings, painted before `content`, by the name of their colouring; a page switches between them.
     views: Mapping[str, Stack | Rectangles] = field(default_factory=dict)
     pictured: int = 1  # number of views in a picture, each in a panel of its own
     title: Sequence[str] = ()  # lines above the panel

@@ -87,7 +87,7 @@ def by_layer(layers: Sequence[Layer]) -> Grouping:
 
 
 def sequence(count: int, anchors: Sequence[str] = LAYER_COLOURS) -> list[str]:
-    """Return `count` colours, evenly spaced from the first anchor to the last, as "#rrggbb"."""
+    """Return `count` colours as "#rrggbb", evenly spaced along the colours `anchors`."""
     rgb = np.array([[*bytes.fromhex(anchor[1:])] for anchor in anchors])
     places = np.linspace(0, len(anchors) - 1, count) if count > 1 else np.zeros(count)
     mixed = [np.interp(places, np.arange(len(anchors)), channel) for channel in rgb.T]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class TechniquePicture:
     """Shows one technique; a subclass that overrides nothing shows nothing.
 
-    Facts are plain values for `--json`, under stable keys that name their units. They are merged with those of the
-    other techniques, so each technique uses keys of its own.
+    Facts are plain values for `--json`, under stable keys that name the units. memplug merges the facts of all
+    techniques, so each technique uses keys of its own.
 
     Attributes:
         place: Order among the techniques: rows are sorted by it from top to bottom, columns from left to right.

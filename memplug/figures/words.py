@@ -1,4 +1,4 @@
-"""Makes rows of a summary: shares of memory by holder, and values of two plans side by side."""
+"""Makes rows of a summary: shares of memory by holder (phase or layer), and values of two plans side by side."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ AT_MOST = 8
 
 
 class RequestTables(Protocol):
-    """The phases and layers to which a table of requests refers by index."""
+    """The tables of phases and layers to which requests refer by index."""
 
     @property
     def phases(self) -> Sequence[Phase]:
-        """Return the phases; a request has the index of one of them."""
+        """Return the phases, by index."""
 
     @property
     def layers(self) -> Sequence[Layer]:
-        """Return the layers; a request has the index of one of them."""
+        """Return the layers, by index."""
 
 
 def bytes_by(column: str, tables: RequestTables, of: np.ndarray, nbytes: np.ndarray) -> Counter[str]:

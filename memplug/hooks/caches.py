@@ -1,4 +1,4 @@
-"""In training, gives each run of a region its own copy of the caches (key-value or recurrent) in its arguments.
+"""Gives each run of a region in training a copy of the caches (key-value or recurrent) among the region's arguments.
 
 A layer reads its slot of the cache and appends to it. A region that runs again for backward must see the cache in its
 state before that append. So each run gets a copy of the cache in that state.
@@ -67,7 +67,7 @@ class FoundCache:
         return copied(self._cache, _CacheLayers)
 
     def leave(self, used: Any) -> None:
-        """Update the cache from the copy that a run used, and keep the earlier state for later runs.
+        """Update the cache from the copy that a run used, and keep the state before the forward for later runs.
 
         Only the first run updates the cache.
         """
@@ -83,8 +83,8 @@ class FoundCache:
         for name, value in list(vars(used).items()):
             if isinstance(value, _CacheLayers):
                 value.put_into(cache.layers, self._region, self._uses)
-                # keep only layers that the run used: tensors put into the others later may reference this object
-                # through their graph
+                # drop the layers that the run did not use: another region may put tensors into them, whose autograd
+                # graph references this object
                 before.layers = [value.found.get(at) for at in range(len(before.layers))]
             elif is_cache(value) and is_cache(getattr(cache, name, None)):
                 self._put(getattr(cache, name), value, getattr(before, name))
@@ -157,7 +157,7 @@ class _CacheLayers(list):
             if type(layers[at]) is not type(used):
                 layers[at] = used
             _put_layer(layers[at], used, found, region, uses)
-        # a leaf that the run wrote to in place now has a graph, which references `found`: keep an alias without it
+        # a leaf that the run wrote to in place now has a graph, which references `found`: keep an alias without a graph
         for found in self.found.values():
             for name, value in vars(found).items():
                 vars(found)[name] = mapped(value, lambda x: alias_of(x) if id(x) in self.leaves else x)

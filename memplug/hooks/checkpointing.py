@@ -2,15 +2,15 @@
 
 | asked for by | while the session is attached |
 |---|---|
-| Hugging Face's flag `gradient_checkpointing`, however and whenever set | the layer calls its function directly |
-| `CheckpointWrapper` of torch, FSDP or torchtitan around a region | the same |
+| Hugging Face's flag `gradient_checkpointing`, however and whenever set | the layer runs without a checkpoint |
+| `CheckpointWrapper` of torch, FSDP or torchtitan around a region | the region runs without a checkpoint |
 | a reentrant `torch.utils.checkpoint`, or DeepSpeed's `checkpoint` | runs as torch's with `use_reentrant=False` |
-| `torch.utils.checkpoint` with `use_reentrant=False` | runs as before: regions inside are regions already |
+| `torch.utils.checkpoint` with `use_reentrant=False` | runs as before: memplug can run regions inside it |
 
-A reentrant checkpoint runs its function without gradients, and memplug cannot run a region without them. The first
-call of a function shows whether it has regions in it. Code outside of the regions is recomputed as the script asked, so
-a step holds no more than under the script's own checkpointing. `memplug.hooks.megatron` replaces Megatron-Core's
-recomputation.
+A reentrant checkpoint runs its function without gradients, and memplug cannot run a region without gradients. Whether a
+function runs regions, memplug learns in the first checkpoint of that function. Code outside of the regions is
+recomputed as the script asked, so a step needs no more memory than under the script's own checkpointing.
+`memplug.hooks.megatron` replaces Megatron-Core's recomputation.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def _call_directly(wrapper: Any, attached: AttachedModel) -> None:
 
 
 class _Direct:
-    """A function that calls its first argument with the others, in place of a checkpoint.
+    """Replaces a checkpoint: calls the checkpointed function directly with its arguments.
 
-    If no argument requires gradients, a reentrant checkpoint gives none to parameters either; then it stays. Copies and
-    pickles are those of the script's own function.
+    A reentrant checkpoint without an argument that requires gradients gives parameters no gradients. Such a call still
+    runs the script's checkpoint, to keep this effect. Copies and pickles contain the script's checkpoint.
 
     Args:
         own: the script's checkpoint, with its options bound.
@@ -110,7 +110,7 @@ class _Direct:
 
 
 class LayersFunction:
-    """The attribute of a region's class by which a Hugging Face layer checkpoints itself.
+    """Descriptor for the attribute `FUNCTION`, which holds the checkpoint of a Hugging Face layer.
 
     Args:
         session_of: returns the session of a layer, or None if the layer is no region at present.
@@ -120,7 +120,7 @@ class LayersFunction:
         self._session_of = session_of
 
     def __get__(self, layer: nn.Module | None, owner: type) -> Any:
-        """Return a function that calls its argument directly, or the layer's own if memplug does not replace it."""
+        """Return a `_Direct` for the layer's checkpoint, or that checkpoint if memplug does not replace it."""
         if layer is None:
             return self
         own = layer.__dict__.get(FUNCTION)
@@ -133,11 +133,11 @@ class LayersFunction:
         return _Direct(own)
 
     def __set__(self, layer: nn.Module, function: Any) -> None:
-        """Set the layer's own function."""
+        """Set the layer's own checkpoint."""
         layer.__dict__[FUNCTION] = function
 
     def __delete__(self, layer: nn.Module) -> None:
-        """Delete the layer's own function."""
+        """Delete the layer's own checkpoint."""
         if layer.__dict__.pop(FUNCTION, None) is None:
             raise AttributeError(FUNCTION)
 
@@ -146,23 +146,26 @@ class LayersFunction:
 
 
 class _Running(threading.local):
-    """The reentrant checkpoint whose forward runs on this thread: the key of its function, or None."""
+    """For each thread, the `_key` of the function that a reentrant checkpoint is running; None outside of one."""
 
     key: Any = None
 
 
 class ReentrantCheckpoints:
-    """Follows the process's reentrant checkpoints while a session is attached, and converts those around regions."""
+    """Watches the process's reentrant checkpoints while a session is attached, and converts those around regions.
+
+    A converted checkpoint is not reentrant.
+    """
 
     def __init__(self) -> None:
         self._sessions = 0
         self._with_regions: set[Any] = set()
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # as `_with_regions`
-        self._replaced: list[tuple[Any, Any, Any]] = []  # module, its own class, and the class in its place
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the keys with regions that are modules
+        self._replaced: list[tuple[Any, Any, Any]] = []  # Python module, its own class, memplug's class
         self._running = _Running()
 
     def begin(self) -> None:
-        """Count a session, and begin to follow with the first one."""
+        """Add a session; replace the classes of reentrant checkpoints that are not replaced already."""
         self._sessions += 1
         known = [module for module, _, _ in self._replaced]
         for module, convert in self._places():
@@ -172,7 +175,7 @@ class ReentrantCheckpoints:
                 setattr(module, _CLASS, self._replaced[-1][-1])
 
     def end(self) -> None:
-        """Count one session less, and stop following with the last one."""
+        """Remove a session; if none is left, restore the classes of reentrant checkpoints."""
         self._sessions -= 1
         if self._sessions:
             return
@@ -180,11 +183,11 @@ class ReentrantCheckpoints:
         self._modules.clear()
         while self._replaced:
             module, own, following = self._replaced.pop()
-            if getattr(module, _CLASS) is following:  # else other code has patched it since, and calls an inert class
+            if getattr(module, _CLASS) is following:  # otherwise other code has replaced it; ours then calls `own`
                 setattr(module, _CLASS, own)
 
     def see(self, name: str, attached: AttachedModel) -> None:
-        """Note that a region runs without gradients on this thread, perhaps inside of a reentrant checkpoint.
+        """Note that a region runs without gradients on this thread, perhaps inside a reentrant checkpoint.
 
         Args:
             name: name of the region.
@@ -208,7 +211,7 @@ class ReentrantCheckpoints:
 
     @staticmethod
     def _places() -> list[tuple[Any, Apply]]:
-        """Return the modules that have a class of reentrant checkpoints, with the function that runs one otherwise."""
+        """Return the Python modules with a `CheckpointFunction`, each with the function that converts a checkpoint."""
         places: list[tuple[Any, Apply]] = [(torch_checkpoint, _as_torchs)]
         if _DEEPSPEED in sys.modules:
             places.append((sys.modules[_DEEPSPEED], _as_deepspeeds))
@@ -239,7 +242,7 @@ def _as_torchs(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
 
 def _as_deepspeeds(function: Any, outputs: list[Any], *args: Any) -> None:
     if sys.modules[_DEEPSPEED].get_cuda_rng_tracker().get_states():
-        found = sys.modules[_DEEPSPEED].non_reentrant_checkpoint(function, *args)  # restores the tracker's states too
+        found = sys.modules[_DEEPSPEED].non_reentrant_checkpoint(function, *args)  # also restores generator states
     else:
         found = _as_torchs(function, True, *args)
     outputs += [found] if isinstance(found, torch.Tensor) else found
@@ -250,7 +253,7 @@ def _takes_gradients(value: Any) -> bool:
 
 
 def _key(function: Any) -> Any:
-    """Return the module that is called, or else the code, which all calls share: scripts make new closures."""
+    """Return the called `nn.Module`, or else the function's code: a script may make a new closure for each call."""
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)

@@ -76,7 +76,7 @@ class DeepSpeed(Framework):
             )
 
     def check_attached(self, target: AttachTarget) -> None:
-        """Raise `ConflictError` if the existing session was attached to the model: it misses the engine's steps."""
+        """Raise `ConflictError` if the existing session was attached to the model, and so misses the engine's steps."""
         if not is_patched(target.engine, "step"):
             raise ConflictError(
                 "a session is attached to the engine's model alone, and does not see the engine's steps",
@@ -107,7 +107,7 @@ class DeepSpeed(Framework):
             )
 
     def groups(self, target: AttachTarget) -> Sequence[Any]:
-        """Return the engine's data-parallel group; all ranks if it has none, or an `mpu` splits layers over ranks."""
+        """Return the engine's data-parallel group; without one, or with an `mpu` (model parallelism), all ranks."""
         engine = target.engine
         group = getattr(engine, "seq_data_parallel_group", None) or getattr(engine, "data_parallel_group", None)
         if getattr(engine, "mpu", None) is None and group is not None:
@@ -131,7 +131,7 @@ class DeepSpeed(Framework):
         engine = target.engine
 
         def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            steps = engine.global_steps  # optimizer steps: only the engine knows when accumulation ends
+            steps = engine.global_steps  # the optimizer's; only the engine knows when gradient accumulation ends
             with attached.explaining("step"), attached.in_optimizer():
                 result = original(*args, **kwargs)
             if engine.global_steps != steps or getattr(engine, "zenflow", False):  # ZenFlow updates at its own interval
@@ -174,13 +174,13 @@ def install(
 ) -> None:
     """Patch `deepspeed.initialize` to attach to the engine that it returns; a second call does nothing.
 
-    An engine without an optimizer is left alone. So is an engine without the block, unless `config` is given. An engine
-    whose block says `"enabled": false` makes `initialize` remove the patch.
+    The patch leaves an engine alone if it has no optimizer, or if it has no block and `config` is None. An engine whose
+    block is off (`"enabled": false`, or no technique enabled) makes `initialize` remove the patch.
 
     Args:
         attach: called with the engine, and with its block or `config`.
         config: the block for engines whose configuration has none; None to leave them alone.
-        off: called with the reason if an engine is left alone; "" if a block says `"enabled": false`.
+        off: called with the reason if an engine is left alone; "" if its block is off.
 
     Raises:
         UnsupportedVersionError: DeepSpeed cannot be imported.

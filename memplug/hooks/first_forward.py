@@ -1,4 +1,4 @@
-"""Begins a resumed run at its first forward, from which on the arena serves the step."""
+"""Lets a run resume from a kept plan at the first forward, so that the arena serves the first step already."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplug.session.attached import AttachedModel
 
 
 def watch(chunks: Sequence[nn.Module], attached: AttachedModel) -> None:
-    """Begin the session's run at the first forward with gradients of any of the chunks."""
+    """Call `begin_run` of the session before the first forward with gradients of any chunk."""
     removals: list[Callable[[], None]] = []
 
     def begin(chunk: nn.Module, args: Any, kwargs: Any) -> None:

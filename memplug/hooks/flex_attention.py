@@ -114,14 +114,14 @@ class _Callbacks:
         before = core().stance_before()
         if before is None and callback not in self._everywhere:
             return original(callback)
-        call = compiled_call(sys._getframe(2))  # the frame that called the patch
-        if call is None:  # another session's patch calls this one
+        call = compiled_call(sys._getframe(2))  # the caller of the patched function
+        if call is None:  # another session's patch called, and has chosen already
             return original(callback)
         function, cleanups = call
         if not _is_flex_attention(function) or not isinstance(cleanups, list):
             return original(callback)
         if before is None:
-            return original(self._own[callback])  # outside of observed code: reuse what a region compiled
+            return original(self._own[callback])  # outside regions: reuse the code that was compiled in a region
         if before != self._compiler.DynamoStance() or self._compiler._stance.stance != "force_eager":
             return original(callback)  # the program has set a stance of its own
         own = self._own_of(callback, function)
@@ -142,7 +142,7 @@ class _Callbacks:
         return self._own[callback]
 
     def _has_compiled(self, backend: Any, function: Any) -> bool:
-        """Return whether a call outside regions has compiled the function with this backend."""
+        """Return whether the program's own backend has compiled the function already, in a call outside regions."""
         entries = self._compiler._debug_get_cache_entry_list(function.__code__)
         return any(entry.backend == backend for entry in entries)
 
@@ -167,7 +167,7 @@ class _Warning:
         return original(*args, **kwargs)
 
     def _is_of_a_region(self) -> bool:
-        """Return whether the call runs uncompiled because of the region that it is in."""
+        """Return whether the call runs uncompiled because it is in a region."""
         executor = self._executor()
         return executor is not None and executor.core.observes() and core().stance_before().stance == "default"
 
@@ -182,7 +182,7 @@ def _leave_region() -> Callable[[], None]:
     """
     modes = [pop_function_mode() for _ in get_function_modes()]
     for mode in reversed(modes):
-        if not isinstance(mode, AddressMode):  # only a region's first forwards have this mode
+        if not isinstance(mode, AddressMode):  # memplug's own mode, present only in a region's first forwards
             push_function_mode(mode)
     core().pause()
     token = _unobserved.set(True)
@@ -219,7 +219,7 @@ def _has_cuda_graphs(backend: Any) -> bool:
 
 
 def _is_compiled_by_a_caller(frame: FrameType | None) -> bool:
-    """Return whether the program compiled `flex_attention` or one of its callers (not a function that it calls)."""
+    """Return whether the program compiled `flex_attention` or a caller of it; functions that it calls do not count."""
     is_inside = True
     while frame is not None:
         code = frame.f_code

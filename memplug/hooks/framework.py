@@ -120,7 +120,7 @@ class Framework:
         return {}
 
     def prepare(self, target: AttachTarget, name: str, config: MemplugConfig) -> Prepare | None:
-        """Return a function that checks or changes a region's arguments, or None; memplug uses the first one found."""
+        """Return a function that checks or changes a region's arguments; None leaves that to the next framework."""
 
     def hook(self, target: AttachTarget, modules: Layers, attached: AttachedModel) -> None:
         """Mark steps and micro-batches, and keep the framework's own work out of the regions.

@@ -17,7 +17,7 @@ from memplug.hooks.patching import patch
 from memplug.session.attached import AttachedModel
 from memplug.torch_private import KNOWN
 
-COUNT_OTHERS = "_get_num_nonjoined_procs"  # a rank without more batches calls this method repeatedly
+COUNT_OTHERS = "_get_num_nonjoined_procs"  # a rank that is out of batches calls this method repeatedly
 
 Group = Any
 """A process group, or a list of ranks of the world."""
@@ -51,9 +51,9 @@ def members_of(target: AttachTarget, group: Group | None, found: Sequence[Group]
 
 
 def watch_joins(attached: AttachedModel) -> None:
-    """Tell the session's `Ranks` when this rank, out of batches, waits in torch's `join`, and when that wait is over.
+    """Tell the session's `Ranks` when this rank is out of batches and waits in torch's `join`, and when it returns.
 
-    This works for every wrapper of the model, also for one that is made after attaching.
+    The patch is on torch's class, so it covers wrappers that are made after attaching.
     """
     ranks = weakref.ref(attached.ranks)
 
@@ -105,5 +105,5 @@ def _groups(target: AttachTarget) -> Iterator[Group]:
 def _ranks(group: Group) -> list[int]:
     if isinstance(group, list):
         return group
-    # in place of a group without this rank, torch returns an int
+    # torch represents a group without this rank by an int
     return [] if isinstance(group, int) else dist.get_process_group_ranks(group)

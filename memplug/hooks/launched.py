@@ -16,7 +16,7 @@ from memplug.startup.settings import RunSettings
 log = logging.getLogger("memplug")
 
 ENTRIES = {"deepspeed": deepspeed.install, megatron_training.MODULE: megatron_training.install}
-"""By the name of a framework's module, the function that patches it once it is imported."""
+"""Functions that patch a framework's module once it is imported, by the module's name."""
 
 
 def imported(module: str, settings: str) -> None:
@@ -39,7 +39,7 @@ def install(module: str, config: MemplugConfig | None, outcome: Outcome) -> None
 
     Args:
         module: the framework's module, a key of `ENTRIES`.
-        config: the block for engines and models that bring none; None to leave them alone.
+        config: the block for engines and models without one; None to leave them alone.
         outcome: gets a note of the import, and of each engine or model.
 
     Raises:

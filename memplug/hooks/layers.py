@@ -53,9 +53,9 @@ def find_layers(model: nn.Module, config: MemplugConfig, ranks: Ranks | None = N
 
 
 def repeated_modules(model: nn.Module) -> Layers:
-    """Return the outermost modules that are children of one module, have numbers as names, and share a class.
+    """Return the outermost modules that repeat: numbered children of one module, of one class.
 
-    A layer of torch that has no layers in it, such as `Linear`, is no block.
+    A module of `torch.nn` without children, such as `Linear`, does not count.
     """
     modules, written = regions.modules_as_written(model)
     kinds: dict[tuple[str, type], list[tuple[str, nn.Module]]] = {}
@@ -85,7 +85,7 @@ def _tell(model: nn.Module, found: Layers, elsewhere: bool) -> None:
 
 
 def _patterns(model: nn.Module, found: Layers) -> Iterator[str]:
-    """Yield patterns of the modules: `layers.*` if it matches no other module, else the names."""
+    """Yield patterns for the found modules: one like `layers.*` if it matches only found modules, else each name."""
     _, written = regions.modules_as_written(model)
     names = [written[name] for name, _ in found]
     for container in dict.fromkeys(name.rpartition(".")[0] for name in names):

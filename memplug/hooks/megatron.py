@@ -123,9 +123,9 @@ class Megatron(Framework):
         }
 
     def check(self, target: AttachTarget, modules: Layers, config: MemplugConfig) -> None:
-        """Raise an error if Megatron-Core is set to offload or capture the layers itself, or to recompute them.
+        """Raise an error if Megatron-Core itself is set to offload, recompute or graph-capture (CUDA) the layers.
 
-        If the block lets memplug replace recomputation, `hook` switches that off.
+        If the block lets memplug replace recomputation, recomputation is no error: `hook` switches it off.
         """
         check_version()
         replaced = {_RECOMPUTES} if config.tokenwise.checkpointing == "replace" else set()
@@ -242,7 +242,8 @@ def arguments(
 def _replace_recomputation(model: nn.Module, attached: AttachedModel) -> None:
     """Switch Megatron-Core's own recomputation off until the session detaches.
 
-    Modules read the configuration in each forward ("full"), or have set a flag when they were made ("selective").
+    For "full" recomputation, modules read the configuration in each forward. For "selective" recomputation, their
+    constructors have set flags.
     """
     changed: list[tuple[Any, str, Any]] = []
     configs = {id(layer.config): layer.config for _, layer in instances(model, LAYER_CLASS)}
@@ -274,7 +275,7 @@ def _hook_schedules(attached: AttachedModel) -> None:
     executor = attached.executor
 
     def forward_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # backward follows the schedule's order: its next micro-batch may not be that of the latest forward
+        # the next backward may be of an earlier micro-batch than the latest forward
         executor.flow.begin_micro_batch()
         with attached.explaining("forward of a micro-batch"):
             return original(*args, **kwargs)

@@ -44,9 +44,9 @@ def patch(target: Any, name: str, wrapper: Callable[..., Any], attached: Attache
                 return
             top = getattr(top, ORIGINAL)
         if top is not patched:
-            return  # other code patched it since, and calls `patched`, which is inert once the session is detached
+            return  # other code has patched it since, and may call `patched`, which has no effect after detaching
         delattr(target, name)
-        if getattr(target, name, None) != below:  # the original was the target's own, not inherited
+        if getattr(target, name, None) != below:  # the target did not inherit the original
             put(target, name, below)
 
     attached.at_detach(undo)
@@ -82,7 +82,7 @@ def uncompared(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def put_back(module: Any, *names: str) -> None:
-    """Restore those of a module's functions that results of `wrapped` have replaced."""
+    """Restore the named functions of a module, if results of `wrapped` stand in their place."""
     for name in names:
         original = getattr(getattr(module, name, None), ORIGINAL, None)
         if original is not None:

@@ -111,7 +111,7 @@ class Places:
 
     @contextlib.contextmanager
     def in_optimizer(self) -> Iterator[None]:
-        """Attribute an engine's whole step to the optimizer, not only its optimizer's own `step`."""
+        """Attribute all of an engine's `step` to the optimizer, not only the `step` of the engine's optimizer."""
         self._hooks.enter_engine_step()
         try:
             yield

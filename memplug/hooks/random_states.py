@@ -1,4 +1,4 @@
-"""Saves Megatron-Core's named generator states, so that a region runs again with those of its forward."""
+"""Saves Megatron-Core's named random states, so that a region runs again with the states of its forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kept(tracker: Any) -> Callable[[], AbstractContextManager[None]]:
 def _copied(tracker: Any) -> dict[str, Any]:
     """Return the tracker's states by name.
 
-    With `--te-rng-tracker` the tracker holds generators instead of states; then the result has copies of their states.
+    With `--te-rng-tracker` the tracker holds generators; the result then has copies of the generators' states.
     """
     return {
         name: state.get_state() if isinstance(state, torch.Generator) else state

@@ -1,8 +1,8 @@
 """Runs modules as regions: replaces a module's class by a subclass whose forward goes through the executor.
 
-Like FSDP2's `fully_shard`, memplug replaces the class and not the instance's `forward`, which copies and pickles of the
-module would contain. So copies and pickles are plain modules, `isinstance` holds, and restoring the class undoes the
-change.
+Like FSDP2's `fully_shard`, memplug replaces the module's class. It does not replace the instance's `forward`, because
+copies and pickles of the module would contain that. So copies and pickles are plain modules, `isinstance` holds, and
+restoring the class undoes the change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.region import Region
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Attribute names of a wrapped module in DistributedDataParallel, engines, torch.compile, FSDP and checkpointing."""
+"""Attributes in which wrappers (DistributedDataParallel, engines, torch.compile, FSDP, checkpointing) hold a module."""
 
 _REGION, UNIT = "_memplug_region", "_memplug_unit"
 Call = Callable[..., Any]
@@ -70,8 +70,8 @@ class _Bound:
         """Restore the module's own class.
 
         Returns:
-            False, with nothing changed, if the module's class was replaced since, the forward needs the arguments that
-            `prepare` makes, or the module asks for checkpointing, which the region replaces.
+            False, with nothing changed, if the region changes the forward's arguments or replaces the module's
+            checkpointing, or if other code has replaced the module's class.
         """
         if self.changes_arguments or type(self._module) is not self._subclass:
             return False
@@ -137,10 +137,14 @@ def refuse_missing(pattern: str, model: nn.Module) -> NoReturn:
 
 
 def modules_as_written(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return a model's modules without their wrappers by name, and each module's name without the wrappers' parts."""
+    """Return a model's modules except wrappers, and each module's name as written: without the wrappers' parts.
+
+    Returns:
+        (modules by name, names as written by name). A wrapper and its module have the same name as written.
+    """
     named = dict(model.named_modules())
     written = {name: as_written(name, named) for name in named}
-    innermost = {written[name]: name for name in named}  # if several modules share a name, the innermost
+    innermost = {written[name]: name for name in named}  # a wrapper and its module share a name: the module wins
     return {name: named[name] for name in innermost.values() if written[name]}, written
 
 
@@ -150,7 +154,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def may_run_as_region(module: nn.Module) -> bool:
-    """Return whether `make_region` takes the module: its class can be subclassed, and its forward is not compiled."""
+    """Return whether the module's class can be subclassed, and its forward exists, uncompiled and not replaced."""
     if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__ or _is_compiled(module):
         return False
     try:

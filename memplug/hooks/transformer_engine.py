@@ -82,7 +82,8 @@ def parts_of(region: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """Return the modules of Transformer Engine inside a region that become units, in the region's order.
 
     Returns:
-        (name, module, class) for each. The class is the known Transformer Engine class that it derives from, or "".
+        (name, module, class) for each. The class is the known one of Transformer Engine that the module's class
+        derives from, or "".
     """
     found: list[tuple[str, nn.Module, str]] = []
 
@@ -192,8 +193,8 @@ class _Passes:
 
     Args:
         module: the unit's module.
-        is_known: True if the module's class is a known one. It then enters an autocast of its own only if
-            `will_execute_quantized` returns True (Megatron-Core's classes).
+        is_known: True if the module's class is a known one. Modules of known classes enter an autocast of their own
+            only if their `will_execute_quantized` returns True (Megatron-Core's classes have it).
     """
 
     def __init__(self, module: nn.Module, is_known: bool):
@@ -203,12 +204,12 @@ class _Passes:
         self._asked = [ask for ask in asked if ask is not None]
 
     def forward(self) -> AbstractContextManager[_UnitState]:
-        """Return a context for a forward, which yields the unit's state; the state is complete once it exits."""
+        """Return a context for a forward; it yields the unit's state, which is complete when the context exits."""
         state = _UnitState(self.is_quantized(), _autocast()[0]())
         return self._noting(state) if state.is_quantized else contextlib.nullcontext(state)
 
     def again(self, state: _UnitState | None) -> AbstractContextManager[None]:
-        """Return a context that runs the unit again with a forward's state."""
+        """Return a context in which the unit, run again, has the state of its forward."""
         if state is None or not (state.is_quantized or _manager().is_fp8_enabled()):
             return _NOTHING
         return self._with(state)
@@ -248,7 +249,7 @@ class _Passes:
                 yield
         finally:
             put(now)
-            del firsts[: len(firsts) - before]  # entries that are left over after an error
+            del firsts[: len(firsts) - before]  # after an error, entries that no module has removed
             for number, length in lengths.items():
                 for _ in range(len(queues[number]) - length):
                     queues[number].popleft()
@@ -261,7 +262,7 @@ class _Passes:
         return bool(self._asked) and any(ask(False) for ask in self._asked)
 
     def kept_casts(self) -> list[torch.Tensor]:
-        """Return the casts of weights that modules cache for all micro-batches of a step, and the tensors in them."""
+        """Return the weight casts that modules cache for all micro-batches of a step, and the tensors in the casts."""
         found = []
         for part in self._modules:
             for cast in getattr(part, "_fp8_workspaces", {}).values():

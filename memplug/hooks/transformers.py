@@ -1,6 +1,6 @@
 """Adapts Hugging Face models: finds their decoder layers, and copies their caches.
 
-`memplug.hooks.checkpointing` replaces gradient checkpointing; this file refuses it where the block says so.
+`memplug.hooks.checkpointing` replaces gradient checkpointing. If the block says "refuse", this file raises instead.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Withheld:
 
     Attributes:
         look: a copy of the layer with meta tensors in place of the withheld ones.
-        state: the layer's attributes with withheld tensors, by name, with meta tensors in place of these.
+        state: the layer's attributes that had withheld tensors, by name, now with meta tensors.
     """
 
     def __init__(self, region: str, uses: Uses, before: dict[str, Any] | None = None):
@@ -65,7 +65,7 @@ class Withheld:
         return any(place is tensor for place, _ in self._places)
 
     def filled(self, value: Any) -> Any:
-        """Make the withheld tensors again; return a value with them in place of the meta tensors.
+        """Make the withheld tensors again; return `value` with them in place of the meta tensors.
 
         Args:
             value: a part of the state, with meta tensors.
@@ -157,7 +157,7 @@ def _withholding(own: type) -> type:
 
 
 def _looking(name: str) -> Callable[..., Any]:
-    """Return a method that calls the cache layer's own method on a copy of the layer whose tensors are meta tensors."""
+    """Return a method that calls the layer's own method on `Withheld.look`, a copy with meta tensors."""
 
     def look(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(vars(self)[WITHHELD].look, name)(*args, **kwargs)
@@ -170,7 +170,7 @@ def copied(value: Any, layers: type = list) -> Any:
 
     Args:
         value: the state, or a part of it.
-        layers: the type of the copy of a cache's list of layers; the layers themselves are not copied.
+        layers: the type for the copy of a cache's `layers` list; the layers themselves are not copied.
     """
     if type(value) is dict:
         return {key: copied(each) for key, each in value.items()}

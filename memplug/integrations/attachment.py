@@ -42,7 +42,7 @@ class Attachment:
         self._told = False
 
     def begin(self, model: nn.Module, deepspeed: bool) -> None:
-        """Attach to the model, unless DeepSpeed trains it or it has a session already.
+        """Attach to the model, unless DeepSpeed trains it, or a session exists already.
 
         Args:
             model: the model to attach to.

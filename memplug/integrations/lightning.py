@@ -50,7 +50,7 @@ class MemplugCallback(Attachment, _callback_class()):
         self.begin_batch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Mark the end of a step if an optimizer has stepped in this batch; several optimizers make one step."""
+        """Mark the end of one step if any optimizers have stepped in this batch."""
         if trainer.global_step != self._steps:
             self._steps = trainer.global_step
             self.end_step()

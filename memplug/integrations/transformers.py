@@ -36,7 +36,7 @@ class MemplugCallback(Attachment, TrainerCallback):
         self.begin(model, deepspeed=getattr(args, "deepspeed_plugin", None) is not None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Mark the end of a step, after the optimizer; Trainer ends earlier micro-batches in `on_substep_end`."""
+        """Mark the end of a step; Trainer calls this after the optimizer, not after each micro-batch."""
         self.end_step()
 
     def on_train_end(

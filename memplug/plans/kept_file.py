@@ -1,4 +1,4 @@
-"""Writes a training's plan to disk, once for all ranks whose plans do the same. Imports no torch."""
+"""Writes a run's plan to disk; ranks whose plans have the same effect share one file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ def keep(
     lower: Sequence[Path],
     higher: Sequence[Path] = (),
 ) -> None:
-    """Save a plan; if a lower rank's file holds the same plan, save a link to that file instead.
+    """Save a plan; if a lower rank's file holds a plan with the same effect, make a link to that file instead.
 
     Args:
         plan: the plan, with its `training` set.
         kinds: the types of its parts.
         file: this rank's file; its folder is created.
         lower: files of the lower ranks; they may be missing.
-        higher: files of higher ranks that have no process to write them; they become links to this rank's file.
+        higher: in an estimate, the files of the higher ranks, whose processes do not exist; they become links to this
+            rank's file.
 
     Raises:
         LayoutError: the file cannot be written.
@@ -50,7 +51,7 @@ def _link(file: Path, shared: Path) -> None:
 
 
 def _same(one: MemoryPlan, other: MemoryPlan, kinds: Collection[type[PlanPart]]) -> bool:
-    """Return whether two plans belong to the same program of one run, and training does the same under both."""
+    """Return whether two plans belong to the same program of one run, and have the same effect."""
     ours, theirs = one.training, other.training
     if theirs is None or (ours.run, ours.index, ours.program) != (theirs.run, theirs.index, theirs.program):
         return False

@@ -25,7 +25,7 @@ class PlannedProgram:
 
     Attributes:
         names: operator names.
-        operators: operators of the step in order, as indices into `names`; None if they were not watched.
+        operators: operators of the step in order, as indices into `names`; None if memplug did not observe them.
         sizes: see `memplug.profile.similarity.Program`.
         nodes: see `memplug.profile.similarity.Program`.
         unseen: see `memplug.profile.similarity.Program`.
@@ -44,10 +44,10 @@ class TrainingPart:
 
     Attributes:
         run: name of the run that made the plan; names of later runs sort after those of earlier ones.
-        index: index of the program among that run's programs, in the order in which they first came.
-        program: the planned program; None if the plan has no decisions to compare steps for.
-        first: the program of the run's first step, if it has the sizes of `program` but is not similar to it; else
-            None. Under ZeRO 3 the two differ, since ZeRO 3 learns the order of parameters in the first step.
+        index: index of the program among that run's programs, in order of first appearance.
+        program: the planned program; None if the plan has no decisions, so that no step needs to match it.
+        first: the program of the run's first step, if it has the same sizes as `program` and dissimilar operators;
+            else None. ZeRO 3 makes them dissimilar: it learns the order of parameters in the first step.
         gradients_stay: True if parameters keep the memory of their gradients from step to step.
     """
 
@@ -65,9 +65,9 @@ class MemoryPlan:
     Attributes:
         fingerprint: fingerprint of the recorded step.
         training: the state to resume from; None for a plan of `memplug plan`, which has addresses alone.
-        parts: the parts by name of the technique. A part that was made here is an object; a loaded one is a dict of
-            JSON values, which `PlanPart.of` reads. Parts of techniques that this memplug lacks stay unread.
-        file: the file that the plan was loaded from; None if it was made here.
+        parts: the parts by name of the technique. A part that this process made is an object; a loaded one is a dict
+            of JSON values, which `PlanPart.of` reads. Parts of techniques that this memplug lacks stay unread.
+        file: the file that the plan was loaded from; None if this process made the plan.
     """
 
     fingerprint: Fingerprint
@@ -76,7 +76,7 @@ class MemoryPlan:
     file: Path | None = None
 
     def with_part(self, part: PlanPart) -> MemoryPlan:
-        """Return the plan with this part, instead of any earlier part of the technique."""
+        """Return a copy of the plan with this part; it replaces an earlier part of the technique."""
         return replace(self, parts={**self.parts, part.name: part})
 
 
@@ -117,5 +117,5 @@ class PlanPart:
             raise LayoutError(f"{plan.file}: not a plan that memplug has written: {reason}", DAMAGED) from error
 
     def does_as(self: Part, other: Part) -> bool:
-        """Return whether training does the same under both parts, even if their measurements and predictions differ."""
+        """Return whether both parts have the same effect on training; measurements and predictions may differ."""
         return self == other

@@ -17,9 +17,9 @@ from memplug.show.raster import largest, raster
 
 _SPACING = 0.013  # space between panels, as a share of the figure's height
 _LEGEND = 0.21  # space between columns, for legends, as a share of the figure's width
-_BELOW_TITLE = 0.9  # top of panels under a title and the legend of bars, as a share of the figure's height
+_BELOW_TITLE = 0.9  # upper edge of panels below a title and the legend of bars, as a share of the figure's height
 _PIXELS = (600, 1200)  # rows and columns of the raster below the rectangles
-_RECTANGLES = 15_000  # limit of the rectangles that are drawn one by one: the largest
+_RECTANGLES = 15_000  # at most so many rectangles, the largest, are drawn one by one
 _FEW = 8  # axes that span at most this get a tick at each whole number
 
 

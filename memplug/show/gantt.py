@@ -20,7 +20,7 @@ KINDS = {"attention": "#c8520f", "matrix product": "#2166a5", "other kernels": "
 COLOURS = {**KINDS, "offload": "#3f8f5b", "prefetch": "#6a4c9c", "host": "#8c8f3f"}
 BARS = 1500  # neighbouring spans of one kind become one bar if their gap is at most the step / BARS
 LONG_S = 10.0  # steps at least this long are shown in seconds, others in milliseconds
-QUEUE_S = 20e-6  # the host counts as busy between two kernels that it queues at most this far apart
+QUEUE_S = 20e-6  # the same gap for the host, which counts as busy between kernels that it queues in quick succession
 
 
 class BusySpan(Protocol):
@@ -83,7 +83,7 @@ def _drawn(bars: Sequence[Bar], colour: str, group: ColourGroup | None, per_s: i
 
 
 def bars_of(spans: Iterable[BusySpan], step_s: float) -> Iterator[Bar]:
-    """Yield the bars of all tracks; neighbouring spans of one kind become one bar if the gap is too small to see."""
+    """Yield the bars of all tracks; see `BARS` and `QUEUE_S` for the spans that become one bar."""
     resolution_s = step_s / BARS
     open_bars: dict[str, Bar] = {}
     for track, kind, begin_s, end_s in sorted(_placed(spans), key=lambda each: each[2]):

@@ -24,7 +24,7 @@ _OF_TRACES = (
 
 
 def summary(history: History) -> dict[str, Any]:
-    """Return a snapshot's facts for `memplug show --json`: most under the same keys as a trace's, some under others."""
+    """Return a snapshot's facts for `memplug show --json`; facts that a trace also has are under the same keys."""
     found = of_trace.summary(history.trace)
     by_code = {_UNKNOWN_CODE if name == OUTSIDE else name: held for name, held in found["peak_bytes_by_layer"].items()}
     return {

@@ -1,8 +1,8 @@
 """Paints rectangles as pixels, and finds the largest, for drawings with too many rectangles to draw each as a shape.
 
 A rectangle is a request. Thousands share a pixel, and most live so briefly that they are narrower than a pixel. The
-raster gives each request at least one pixel and paints the longest-lived last: a short-lived request is visible only
-where no longer-lived one is.
+raster gives each request at least one pixel, and paints requests in order of lifetime, the longest last. So where two
+requests share a pixel, the one with the longer lifetime is visible.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memplug.figures.figure import Rectangles
 
 
 def raster(drawn: Rectangles, span: tuple[float, float], height_bytes: float, shape: tuple[int, int]) -> np.ndarray:
-    """Return 1 + the index of the group that is visible in each pixel, or 0 without one; for at most 255 groups.
+    """Return for each pixel 1 + the index of the visible group, or 0 if there is none; for at most 255 groups.
 
     Args:
         drawn: The rectangles to paint.

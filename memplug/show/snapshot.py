@@ -2,8 +2,8 @@
 
 A trace has sizes but no addresses. So this module makes them up: it places each request in the smallest gap that it
 fits into, in one segment for each stream, with sizes rounded up to 512 bytes as on CUDA. Requests that are live
-together never overlap. The gaps between blocks say nothing about the recorded run. Sizes, order, and the frames of each
-block are those of the recording.
+together never overlap. The gaps between blocks say nothing about the recorded run. Requested sizes, order, and the
+stack frames of each block are those of the recording.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def write_snapshot(trace: Trace, path: str | Path) -> None:
 def snapshot(trace: Trace) -> dict[str, Any]:
     """Return what `torch.cuda.memory._snapshot()` would return for this recording: only dicts, lists, str and int.
 
-    Each allocation has three frames, innermost first: operator, layer and phase. A frame's line number is the running
-    number of its operator, layer or phase. The category of an allocation is the kind of its phase. Memory that was in
-    use before the recording is in the first segment: one block for each later free whose size is known, and one for
-    the rest.
+    Each allocation has up to three stack frames, innermost first: operator, layer and phase. A stack frame's line
+    number is the running number of the operator, layer or phase. The category of an allocation is the kind of its
+    phase. Memory that was in use before the recording is in the first segment: one block for each later free whose size
+    is known, and one for the rest.
     """
     return _Writer(trace).snapshot()
 
@@ -60,7 +60,7 @@ class _Writer:
         self.live: dict[int, tuple[int, dict[str, Any]]] = {}  # stream and block, by address
         self.address_of: dict[int, int] = {}  # address, by request
         self.earlier: dict[int, int] = {}  # address of a block from before the recording, by the event that frees it
-        # Equal frames are one dict, so that pickle stores it once.
+        # Equal stack frames are one dict, so that pickle stores it once.
         self._frame = cache(lambda kind, number, name: {"filename": kind, "line": number, "name": name})
 
     def snapshot(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class _Space:
 
     def __init__(self, start: int) -> None:
         self.start, self.size = start, 0
-        self._gaps = [(start, start + _SEGMENT_STRIDE)]  # [from, to), sorted; the last one was never in use
+        self._gaps = [(start, start + _SEGMENT_STRIDE)]  # [from, to), sorted; the last gap was never in use
 
     def place(self, size: int) -> int:
         """Take `size` bytes of the smallest gap that holds them, and return their address."""

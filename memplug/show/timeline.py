@@ -95,7 +95,7 @@ def _clock(trace: Trace) -> tuple[str, int, np.ndarray]:
     """
     count = len(trace.events)
     if len(trace.operators):
-        # An event of another thread may refer to an earlier operator than the event before it: keep the events' order.
+        # With several threads, an event may refer to an earlier operator than its predecessor: keep the events' order.
         slot = np.maximum.accumulate(np.clip(trace.events["operator"], 0, None))
     else:
         slot = np.arange(count)

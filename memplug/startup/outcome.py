@@ -1,4 +1,4 @@
-"""Notes of the processes of a run, from which its end says why nothing was attached."""
+"""Notes of a run's processes, from which memplug explains at the end of a run why it attached to no model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Outcome:
     off: list[str] = field(default_factory=list)
 
     def note(self, kind: str, text: str = "") -> None:
-        """Add a note, and write it for the process that started the run; its folder may be on another machine.
+        """Add a note, and append it to this process's file in `folder`, which the process that started the run reads.
+
+        On another machine, the folder may not exist; then nothing is written.
 
         Args:
             kind: "settled", "imported" or "off".
@@ -47,7 +49,7 @@ class Outcome:
                 self._add(kind, text)
 
     def explain(self) -> str | None:
-        """Return one line on why nothing was attached; None if that is settled."""
+        """Return one line on why memplug attached to no model; None if `settled`."""
         if self.settled:
             return None
         if self.off:

@@ -12,7 +12,8 @@ class RunSettings:
     """The settings of one `memplug run`.
 
     Attributes:
-        config: absolute path of `--config`'s file, the block for engines and models without one; None for no file.
+        config: absolute path of the file of `--config`, which has the block for engines and models without a block;
+            None without that option.
         notes: folder for the processes' notes (`memplug.startup.outcome`).
     """
 
@@ -25,6 +26,6 @@ class RunSettings:
 
     @classmethod
     def read(cls, text: str) -> RunSettings:
-        """Return the settings that `text` returned as this text."""
+        """Return the settings from the value of the environment variable."""
         found = json.loads(text)
         return cls(None if found["config"] is None else Path(found["config"]), Path(found["notes"]))

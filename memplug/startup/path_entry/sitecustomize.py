@@ -2,7 +2,7 @@
 
 `memplug run` puts it there for each process that a command starts. The file imports only modules that Python has
 imported already, so a process that does not train starts as fast as before. If the process imports a framework, memplug
-patches it then. Another `sitecustomize` on the path runs as without this one.
+patches it then. If the path has another `sitecustomize`, that one runs too.
 """
 
 import os
@@ -24,7 +24,7 @@ class Imports:
 
     def __init__(self, imported):
         self._imported = imported
-        self._asking = set()  # names that this finder asks the others for, among them perhaps one like itself
+        self._asking = set()  # modules being looked up: a second `Imports` among the other finders would ask this one
 
     def find_spec(self, name, path=None, target=None):
         """Return the spec that the other finders return for a framework's module; None for all other modules."""
