@@ -35,8 +35,8 @@ class RoundingBuffers {
   // Returns an uninitialized tensor for the frame; undefined if there is no room.
   at::Tensor take(int64_t frame, const Geometry& geometry, int64_t nbytes);
 
-  // Records `reader` as a user of the buffers with the allocator: once freed, their memory is reused only after the
-  // work that is queued on `reader` by then.
+  // Records `reader` as a user of the buffers with the allocator. Once the buffers are freed, the allocator reuses
+  // their memory only after the work that was queued on `reader` at that time.
   void use_on(Streams& streams, const StreamRef& reader) const;
 
   // Returns the bytes of all buffers together.
