@@ -49,7 +49,7 @@ struct Operator {
   std::string schema_name, overload; // such as "aten::add" and "Tensor"; "" for the default overload
   std::string name; // such as "aten::add.Tensor"
   mutable std::atomic<uint32_t> traits; // bits of `Trait`; `note_exchange` changes them
-  bool hides_nothing; // is one of torch's own: launches no collective unless its name says so
+  bool hides_nothing; // is one of torch's own operators, which launch no collective unless their names say so
   bool composite; // only calls other operators, unless the device has a kernel for it
   // whether the device has a kernel of its own for a composite operator, as CUDA has for a norm
   bool kernel_on_cuda, kernel_on_other;
@@ -60,7 +60,7 @@ struct Operator {
   size_t argument_count, result_count; // from its schema
   // positions of the arguments with these names (dropout: `dropout_p` or `p_dropout`); -1 if there is none
   int32_t dropout, async_op;
-  int32_t running_mean, running_var, training; // likewise, for batch norm
+  int32_t running_mean, running_var, training; // the same for batch norm's arguments
   // positions of two arguments of a `PARTIAL` operator: `accumulate`, and the tensor that has as many elements as the
   // operator writes; -1 if there is none
   int32_t accumulate, scattered;
