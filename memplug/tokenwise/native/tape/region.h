@@ -87,7 +87,7 @@ struct Region {
     return std::exchange(given_bytes, {});
   }
 
-  // Returns whether the next forward may communicate, and be opaque on this rank but not on the other ranks.
+  // Returns whether the next forward may both communicate and be opaque on this rank alone.
   bool may_stray() const {
     return !talks || (*talks && (opaque || is_undecided || !repeats));
   }
@@ -108,7 +108,7 @@ struct Region {
   bool swaps_input = true; // swap the region's inputs, rather than hold them on the device
   bool opaque = false;
   bool shares = false; // the region's units communicate, so all ranks capture the same outputs
-  bool seen = false; // a forward has run; an opaque one that has only shown the region's units does not count
+  bool seen = false; // a forward has run; one that was opaque only because it showed new units does not count
   std::optional<bool> talks; // whether its forwards have communicated with other ranks; none before the first one
   std::optional<bool> asks; // whether its forwards have asked for gradients themselves; none before the first one
   // the last forward called a function that may or may not hide kernels: memplug does not know yet (hidden.py)
@@ -116,7 +116,8 @@ struct Region {
   bool repeats = false; // the last forward was verified against a template, and was not the region's first
   bool communicates = false; // recompute passes launch collectives, so all ranks must run the same passes
   int64_t forwards = 0; // number of forwards since the last step ended
-  // in the last step, backward ran before the region's tensors had to be released, so now copies out wait until release
+  // in the last step, backward ran before the region's tensors had to be released, so in this step their copies out
+  // wait until release
   bool offloads_late = false;
   bool released = false; // the region's tensors had to be released in this step
   // for each forward since the last step ended, the bytes of all tensors among its arguments

@@ -21,8 +21,8 @@
 
 namespace memplug {
 
-// Holds Python's lock while it lives. Sets a pending Python error aside (the user's dispatch mode may have raised one),
-// and makes it pending again at the end.
+// Holds Python's lock while it lives. Sets aside a pending Python error, which the user's dispatch mode may have
+// raised, and makes it pending again at the end.
 struct __attribute__((visibility("hidden"))) Locked {
   pybind11::gil_scoped_acquire lock;
   pybind11::error_scope raised;
@@ -43,8 +43,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object times);
 
   // Runs the module's own forward, `call`, in a new frame, and returns its result. `surroundings`: functions that
-  // restore the framework's state, for `restored` in memplug/tokenwise/engine/ambient.py. `state`: the call's Python
-  // state, a memplug.tokenwise.engine.state.CallState, if the forward may be opaque; else None.
+  // restore the framework's state, passed to `restored` in memplug/tokenwise/engine/ambient.py. `state`: the call's
+  // Python state, a memplug.tokenwise.engine.state.CallState, if the forward may be opaque; else None.
   static pybind11::object run(
       const std::shared_ptr<Flow>& flow,
       const std::shared_ptr<Region>& region,
@@ -163,12 +163,12 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void remember(const at::Tensor& tensor);
   void note(const at::Tensor& tensor);
   void over();
-  std::string why_it_keeps() const; // the reason for `keeps`; empty if it is false
+  std::string why_it_keeps() const; // the reason why `keeps` is set; empty if it is not
 
   std::exception_ptr failed_; // the error of a failed pass, until `replay_with` throws it again
   pybind11::object executor_, region_object_;
   std::optional<Observer> observer_;
-  Running* outer_ = nullptr; // the forward that this one is nested in, which notes no operators meanwhile
+  Running* outer_ = nullptr; // the forward that this one is nested in; it notes no operators meanwhile
   std::map<size_t, UnitCall> units_; // by index of the unit's operator
   std::vector<Item> items_;
   Containers arguments_, keywords_;
