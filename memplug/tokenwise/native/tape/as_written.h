@@ -6,9 +6,9 @@
 
 namespace memplug {
 
-// While an instance lives, compiled functions run uncompiled, by the stance of torch's compiler
-// (`torch.compiler.set_stance`), which is global to the process. If instances of several threads overlap, the first
-// sets the stance, and the last restores it. Guarded by Python's lock.
+// While an instance lives, compiled functions run uncompiled: it sets the stance of torch's compiler
+// (`torch.compiler.set_stance`), which is global to the process. If several threads have instances at a time, the first
+// instance sets the stance, and the last one to end restores it. Guarded by Python's lock.
 class AsWritten {
  public:
   AsWritten() {

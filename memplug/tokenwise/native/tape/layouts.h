@@ -7,7 +7,7 @@
 
 namespace memplug {
 
-// Returns whether a function transform (torch.func) has wrapped a tensor: only operators on the inner tensor touch
+// Returns whether a function transform (torch.func) has wrapped a tensor. Only operators on the inner tensor touch
 // memory.
 inline bool is_wrapped(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;

@@ -10,7 +10,7 @@
 namespace memplug {
 namespace {
 
-// for one forward; literals stay until backward, and no plan counts their bytes
+// limit for one forward, since literals stay until backward, and no plan counts their bytes
 constexpr int64_t MOST_LITERAL_BYTES = 1 << 20;
 
 bool makes_by_itself(const Record& record) {

@@ -31,11 +31,12 @@ struct Geometry {
   // Returns whether `tensor` has this layout, if its offset is counted from `origin`.
   bool is_of(const at::Tensor& tensor, int64_t origin = 0) const;
   bool operator==(const Geometry& other) const;
-  int64_t nbytes() const; // of the tensor's elements
+  int64_t nbytes() const; // bytes of the tensor's elements
 };
 
-// Where a tensor is among an operator's arguments or results. `position`: of the argument or result. `element`: index
-// in it if it is a list, else -1. `inner`: index in that element if it is a list, too, else -1.
+// Where a tensor is among an operator's arguments or results. `position`: index of the argument or result. `element`:
+// index within it if it is a list, else -1. `inner`: index within that element if the element is itself a list, else
+// -1.
 struct ArgumentPath {
   int32_t position, element = -1, inner = -1;
 
@@ -125,9 +126,8 @@ struct Tape {
   std::vector<bool> regathered;
   uint32_t opaque = 0; // bits of `Opaque`
 
-  // Returns the index of the operator that launched the collective for which operator `index` waits; -1 if that
-  // operator is not on this tape, or if the collective is in place and another operator reads its memory before the
-  // wait.
+  // Returns the index of the operator that launched the collective for which operator `index` waits; -1 if the launch
+  // is not on this tape, or if the collective is in place and another operator reads its memory before the wait.
   int64_t launch_of(size_t index) const;
 
   // Returns the index of the operator that made the only storage that exchange `index` fills: a pass that substitutes

@@ -10,14 +10,14 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t MOST_SPANS = 1 << 18; // limit on the byte ranges of one view
+constexpr int64_t MOST_SPANS = 1 << 18; // limit on the number of byte ranges of one view
 
 struct Dimension {
   int64_t size, stride; // stride in bytes
 };
 
 // The bytes of a tensor within its storage. `dimensions`: those of more than one element, with the longest stride
-// first. A dimension that lies densely within another is merged with it.
+// first. A dimension that lies densely within another one is merged with that one.
 struct View {
   int64_t offset = 0; // bytes
   c10::SmallVector<Dimension, 5> dimensions;
@@ -55,7 +55,7 @@ struct View {
     return offset == 0 && dimensions.size() == 1 && dimensions[0].size == nbytes && dimensions[0].stride == 1;
   }
 
-  // Returns whether the view covers the same bytes in each piece of a storage of `nbytes` that is cut into pieces of
+  // Returns whether the view covers the same bytes in each piece, if a storage of `nbytes` is cut into pieces of
   // `piece` bytes.
   bool repeats(int64_t piece, int64_t nbytes) const {
     if (dimensions.empty() || dimensions[0].size * dimensions[0].stride != nbytes || piece % dimensions[0].stride != 0) {
@@ -117,7 +117,7 @@ bool overlap(const Spans& ones, const Spans& others) {
   return false;
 }
 
-// Returns the ranges of `ones`, without the bytes that `others` cover.
+// Returns the ranges of `ones` without the bytes of `others`.
 Spans without(const Spans& ones, const Spans& others) {
   Spans rest;
   auto other = others.begin();
@@ -138,8 +138,8 @@ Spans without(const Spans& ones, const Spans& others) {
   return rest;
 }
 
-// Reduces the accesses to the first row of a storage if each access is the same in every row, since a storage may have
-// millions of rows. Returns how many bytes of the storage are then to be examined.
+// Reduces the accesses to the first row of a storage, if each access is the same in every row: a storage may have
+// millions of rows. Returns the number of bytes that are left to examine, from the start of the storage.
 int64_t narrow(std::vector<Access>& accesses, int64_t nbytes) {
   for (;;) {
     int64_t piece = 0;
@@ -189,13 +189,15 @@ bool reads_unfilled(const std::vector<Access>& accesses, int64_t nbytes) {
   if (last == accesses.rend()) {
     return true;
   }
-  // at first leave out the reads after the last write: if they read single rows, `narrow` cannot reduce the accesses
+  // leave out, at first, all reads after the last write: `narrow` cannot reduce accesses if some of them read single
+  // rows
   const Contents filled = contents_after({accesses.begin(), last.base()}, nbytes);
   return filled == Contents::READ_BEFORE ||
       (filled == Contents::IN_PART && contents_after(accesses, nbytes) == Contents::READ_BEFORE);
 }
 
-// How an operator writes to a tensor: it also reads it, or overwrites a part, or overwrites all elements.
+// How an operator writes to a tensor. READS: it also reads the tensor. PART: it overwrites some elements. ALL: it
+// overwrites all of them.
 enum class Write : uint8_t { READS, PART, ALL };
 
 // Returns whether an operator is an in-place broadcast in which this rank receives.
