@@ -61,7 +61,7 @@ struct PassActions {
   const std::vector<int32_t> wanted;
 
   const std::vector<Action> actions;
-  const std::vector<int32_t> reads; // given storages, from `read_by`
+  const std::vector<int32_t> reads; // given storages that the pass reads or restores, from `read_by`
   std::vector<size_t> substituted; // indices of operators whose captured results the pass needs
   bool communicates = false; // the pass runs operators in which other ranks take part
 };

@@ -291,12 +291,12 @@ class Forward {
     // bytes of the largest storage among this saved tensor and all earlier ones: backward goes in reverse, so when it
     // asks for this tensor, it has yet to read all of them
     int64_t largest_bytes = 0;
-    bool alive = true; // backward may still ask for it
-    bool in_unit = false; // a unit saved it, and kernels of the unit's backward may write over it
+    bool alive = true; // backward may still ask for the tensor
+    bool in_unit = false; // a unit saved the tensor, and kernels of the unit's backward may write over it
     bool written = false;
     bool stale = false; // a pass that runs the module again cannot restore it (`note_stale`)
     Way way = Way::HELD;
-    at::Tensor restored; // from a recompute pass, until backward takes it
+    at::Tensor restored; // the tensor from a recompute pass, until backward takes it
     uint32_t restored_version = 0;
     // bytes that were added to the ledger for `restored`, so that the same number is subtracted later
     int64_t restored_bytes = 0;
@@ -309,7 +309,7 @@ class Forward {
   bool holds = false; // store in `Saved::kept` each tensor that autograd saves
   bool holds_meanwhile = false; // the same until the forward ends, since it may ask for a gradient itself
   std::vector<Saved> saved;
-  std::vector<GivenMemory> given; // by storage
+  std::vector<GivenMemory> given; // for each storage; empty if the storage is not given
   std::vector<std::vector<GeneratorDraw>> drawn; // for each operator that draws random numbers, in program order
 
   // Bytes of storages that backward needs. A given storage counts only if it is captured. `saved_bytes`: all these
@@ -389,7 +389,7 @@ class Forward {
   std::vector<bool> own_, counted_;
   struct CapturedStorage {
     uint8_t rows = NOT;
-    bool kept = false; // on the device
+    bool kept = false; // the capture stays on the device
     at::ScalarType dtype = at::kFloat;
   };
   std::vector<CapturedStorage> captured_;

@@ -283,7 +283,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::vector<CapturedOperator> captured() const;
   std::vector<size_t> launches() const;
 
-  std::map<size_t, Capture> captures_; // by index of the operator
+  std::map<size_t, Capture> captures_; // captured outputs, by index of their operator
   // (index of an operator that a pass skips, index of the operator whose capture has the result). The skipped one
   // launched a collective, or made the memory that an exchange (exchange.h) fills.
   std::map<size_t, size_t> launches_;
