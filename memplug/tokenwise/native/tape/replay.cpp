@@ -325,13 +325,13 @@ class RecomputePass {
 
   const Tape& tape_;
   const std::vector<Action>& actions_;
-  std::vector<at::Tensor> bases_; // by storage
+  std::vector<at::Tensor> bases_; // by storage, as in `Bases`
   std::vector<int64_t> last_;
   const Helpers& helpers_;
   const LocalKeys outside_;
-  size_t first_part_ = 0; // of the unit that ran last: the index of its first part's operator
-  std::vector<at::Tensor> parts_; // outputs of that unit, by part
-  std::map<size_t, Substitute> captured_; // captured results of that unit's parts, by operator
+  size_t first_part_ = 0; // operator index of the first part of the unit that ran last
+  std::vector<at::Tensor> parts_; // outputs of the unit that ran last, by part
+  std::map<size_t, Substitute> captured_; // captured results of the parts of the unit that ran last, by operator index
   Generators generators_;
 };
 

@@ -186,8 +186,8 @@ void Running::over() {
   if (!is_opaque || keeps) {
     state = py::none();
   }
-  // a forward that was opaque only because it showed new units does not count: `note_opaque` has not marked the region
-  // as opaque
+  // a forward does not count if it was opaque only because of functions that are units from the next forward on: then
+  // `note_opaque` has not marked the region as opaque
   region->seen = region->seen || !is_opaque || region->opaque;
   region->asks = region->asks.value_or(false);
   ++region->forwards;

@@ -169,7 +169,7 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   pybind11::object executor_, region_object_;
   std::optional<Observer> observer_;
   Running* outer_ = nullptr; // the forward that this one is nested in; it notes no operators meanwhile
-  std::map<size_t, UnitCall> units_; // by index of the unit's operator
+  std::map<size_t, UnitCall> units_; // units that have run, by index of their operator
   std::vector<Item> items_;
   Containers arguments_, keywords_;
 };

@@ -19,7 +19,7 @@ struct Dimension {
 // The bytes of a tensor within its storage. `dimensions`: those of more than one element, with the longest stride
 // first. A dimension that lies densely within another one is merged with that one.
 struct View {
-  int64_t offset = 0; // bytes
+  int64_t offset = 0; // in bytes
   c10::SmallVector<Dimension, 5> dimensions;
 
   static View of(const Geometry& geometry) {
@@ -241,7 +241,7 @@ bool is_empty(const Geometry& geometry) {
 } // namespace
 
 bool has_unfilled(const Tape& tape) {
-  std::map<int32_t, std::vector<Access>> blank; // by storage, in program order
+  std::map<int32_t, std::vector<Access>> blank; // accesses to requested memory, by storage, in program order
   const auto add = [&](const Use& use, bool fills) {
     const auto found = blank.find(use.storage);
     if (found != blank.end() && !is_empty(use.geometry)) {

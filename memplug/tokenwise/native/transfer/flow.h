@@ -134,7 +134,8 @@ class Flow {
   int64_t largest_frame_bytes = 0;
   int64_t forwards = 0; // number of forwards so far
   std::unordered_set<Frame*> live; // frames in flight
-  int64_t input_bytes = 0, peak_input_bytes = 0; // bytes of swapped inputs of the forwards in flight: now, and at most
+  // bytes of swapped inputs of the forwards in flight at present, and their peak
+  int64_t input_bytes = 0, peak_input_bytes = 0;
   int64_t expected_bytes = 0; // bytes that the forwards so far should have offloaded by their plans
   int64_t unplanned = 0; // number of forwards of regions without `forward_bytes`
   int64_t strayed = 0; // number of forwards whose tape differed from that of their plan

@@ -81,7 +81,8 @@ struct Swapped {
 
   std::shared_ptr<Transfer> transfer;
   int64_t order = 0; // number of the copy out, in the order in which copies out start
-  at::Tensor tensor; // on the device, undefined while away; dense, covers its storage from offset 0
+  // the tensor on the device; undefined while it is away. It is dense, and covers its storage from offset 0.
+  at::Tensor tensor;
   Geometry geometry;
   int64_t nbytes, rows; // bytes of all rows; number of rows that are copied to the host
   std::optional<Slot> slot; // place of the rows on the host; none until the copy out starts
@@ -162,7 +163,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     return rounding_ ? rounding_->nbytes() : 0;
   }
 
-  Copies copies; // its `drain` frees the memory of dead tensors
+  Copies copies; // `Copies::drain` frees the memory of dead tensors
   int64_t prefetched_bytes = 0; // bytes on the device of prefetched tensors, until dropped
   int64_t resident_bytes = 0; // bytes on the device of captured tensors, until released
   int64_t offloads = 0; // number of copies out

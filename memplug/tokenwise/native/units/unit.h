@@ -29,7 +29,7 @@ struct __attribute__((visibility("hidden"))) UnitCall {
   pybind11::object state; // the Python state in which the unit ran, to run it again in
   pybind11::object surroundings; // see `Running::run`
   Ambient ambient;
-  bool with_gradients; // gradients were enabled
+  bool with_gradients; // gradients were enabled during the call
   Containers arguments = {}, keywords = {};
   // the values in the containers, in order; null for the unit's input tensors
   std::vector<pybind11::object> values = {};
