@@ -225,8 +225,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   bool keeps = false;
   bool is_restored = false; // the recompute pass has run
   std::set<size_t> spared; // operators that launch a collective, or wait for one, and that no recompute pass repeats
-  // storages that a recompute pass gets from captures, since a collective of `spared` or a communicating unit filled
-  // them
+  // storages that a collective of `spared`, or a communicating unit, has filled; a recompute pass gets them from
+  // captures
   std::set<int32_t> received;
   bool has_launches() const {
     return !launches_.empty();
@@ -241,8 +241,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::vector<size_t> recomputed() const;
   std::shared_ptr<Swapped> input_of(int32_t storage) const; // null if the storage is not that of a swapped input
 
-  // Makes the current stream wait for all streams of the forward, so that it may use `tensor`, which the forward used.
-  // Returns `tensor`.
+  // Makes the current stream wait for all streams of the forward, which have used `tensor`. Returns `tensor`.
   const at::Tensor& ordered(const at::Tensor& tensor) const;
 
   // Saves the present value of given memory before the forward's first write to it. A recompute pass puts this value

@@ -200,7 +200,7 @@ bool reads_unfilled(const std::vector<Access>& accesses, int64_t nbytes) {
 // overwrites all of them.
 enum class Write : uint8_t { READS, PART, ALL };
 
-// Returns whether an operator is an in-place broadcast in which this rank receives.
+// Returns whether an operator is an in-place broadcast from another rank.
 bool receives(const Record& record) {
   const bool is_functional = record.op->schema_name == "_c10d_functional::broadcast_";
   if (!is_functional && record.op->schema_name != "c10d::broadcast_") {
@@ -210,8 +210,8 @@ bool receives(const Record& record) {
   return rank >= 0 && rank != record.arguments[is_functional ? 1 : 2].toInt();
 }
 
-// Returns whether an operator that writes by indices overwrites the whole tensor. Compares the numbers of elements, and
-// assumes that the indices are distinct, as in a permutation.
+// Returns whether an operator that writes by indices overwrites the whole tensor. Compares the number of elements that
+// it writes with that of the tensor, and assumes that the indices are distinct, as in a permutation.
 bool scatters_to_all(const Record& record, const Use& written) {
   const auto counted = std::find_if(record.inputs.begin(), record.inputs.end(), [&](const Use& use) {
     return use.path.position == record.op->scattered;
@@ -263,7 +263,7 @@ bool has_unfilled(const Tape& tape) {
     for (const bool writing : {false, true}) { // an operator reads before it writes
       for (const Use& use : record.inputs) {
         if (op.has(UNIT) && !op.writes_to(use.path.position) && record.writes(use.storage)) {
-          continue; // a unit's operator lists a tensor that it writes to twice; only the second entry counts
+          continue; // a unit's operator also lists written tensors in its second list; only that counts
         }
         const Write write = op.writes_to(use.path.position) ? write_of(record, use) : Write::READS;
         if (write == (writing ? Write::ALL : Write::READS)) {

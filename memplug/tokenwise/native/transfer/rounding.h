@@ -61,7 +61,7 @@ class RoundingBuffers {
 
   std::shared_ptr<RoundingBuffer> find(int64_t frame, int64_t nbytes) const;
 
-  std::vector<std::shared_ptr<RoundingBuffer>> buffers_; // the tensors in a buffer own it too
+  std::vector<std::shared_ptr<RoundingBuffer>> buffers_; // a buffer lives as long as a tensor in it
 };
 
 } // namespace memplug
