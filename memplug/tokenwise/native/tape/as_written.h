@@ -1,5 +1,5 @@
-// Turns torch.compile off inside of regions, since compiled code has no operators to observe. Units are an exception
-// (memplug/hooks/flex_attention.py).
+// Turns torch.compile off inside of regions, since compiled code has no operators to observe. The exception is
+// FlexAttention, which runs compiled, as a unit (memplug/hooks/flex_attention.py).
 #pragma once
 
 #include <pybind11/pybind11.h>

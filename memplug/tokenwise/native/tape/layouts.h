@@ -1,4 +1,4 @@
-// Distinguishes tensors that a tape can describe, by a storage and a geometry (size, stride, offset), from others.
+// Tells tensors that a tape can describe by a storage and a geometry (size, stride, offset) from other tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

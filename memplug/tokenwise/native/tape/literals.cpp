@@ -94,7 +94,7 @@ void Forward::lift(size_t index, const at::Tensor& tensor) {
 void Forward::unlift(std::vector<Record>& records) const {
   for (Record& record : records) {
     if (asks_for_memory(record) || copies_elsewhere(record)) {
-      // the output of an operator that has not run in this forward has no number here yet
+      // if the operator has not run in this forward, its output may have no number here yet
       const auto storage = static_cast<size_t>(record.outputs.front().storage);
       if (storage >= storages.size() || !storages.given[storage]) {
         record.form = Form::PURE;

@@ -51,7 +51,7 @@ class Observer {
   struct Running {
     What what;
     bool mutates;
-    size_t before; // number of operators that the forward had noted before
+    size_t before; // number of operators that the forward had noted before this one
     // set only for an operator that a dispatch mode calls while it handles a leaf
     std::optional<Modes::Inside> inside = {};
   };

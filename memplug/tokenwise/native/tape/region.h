@@ -109,7 +109,9 @@ struct Region {
   bool swaps_input = true; // swap the region's inputs, rather than hold them on the device
   bool opaque = false;
   bool shares = false; // the region's units communicate, so all ranks capture the same outputs
-  bool seen = false; // a forward has run; one that was opaque only because of new units does not count (`over`)
+  // a forward has run. Not set by one that was opaque only because of functions that are units from the next forward
+  // on.
+  bool seen = false;
   std::optional<bool> talks; // whether the region's forwards have communicated with other ranks; none before the first
   std::optional<bool> asks; // whether the region's forwards have asked for gradients themselves; none before the first
   // the last forward called a function that may or may not hide kernels: memplug does not know yet (hidden.py)

@@ -234,8 +234,8 @@ class RecomputePass {
     int64_t begin; // the first of these rows that some part lacks
   };
 
-  // Returns the parts of a unit that the pass has to recompute. Moves the captured results of parts into `captured_`. A
-  // unit's parts follow it on the tape.
+  // Returns the parts of a unit that the pass has to recompute. Moves the captured results of parts into `captured_`.
+  // On the tape the parts of a unit follow the unit.
   Missing missing_of(size_t index) {
     const Record& record = tape_.records[index];
     const int32_t token = record.made.front();

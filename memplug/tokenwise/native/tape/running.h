@@ -64,19 +64,18 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // Stops observing, once the forward has run or raised.
   void end();
 
-  // Returns the forward that this thread observes; null if there is none, or if an operator that began now would not be
-  // noted.
+  // Returns the forward that this thread observes; null if there is none, or while it notes no operators.
   static Running* observed();
 
-  // Returns the forward that this thread observes, even while no operators are noted; null if there is none.
+  // Returns the forward that this thread observes, also while it notes no operators; null if there is none.
   static Running* current();
 
   const pybind11::object& executor() const {
     return executor_;
   }
 
-  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: the overload of the operators that stand
-  // for the unit's parts. `name`: the unit's name. The other arguments are as in `UnitCall`.
+  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: the kind of the unit's parts, such as
+  // "rows" (`part_operator`). `name`: the unit's name. The other arguments are as in `UnitCall`.
   pybind11::object run_unit(
       pybind11::object unit,
       const std::string& overload,
