@@ -9,8 +9,8 @@ namespace {
 
 struct OfPlan {
   int32_t count;
-  // The storages that operators read, and those that they make or write to, as flat lists: the part of operator i ends
-  // before index `ends[i]`.
+  // `read`: storages that operators read. `changed`: storages that they make or write to. Both are flat lists, in
+  // program order. The entries of operator i end before index `read_ends[i]` or `changed_ends[i]`.
   const int32_t *read_ends, *read, *changed_ends, *changed;
   const uint8_t *runs_always, *captured;
 

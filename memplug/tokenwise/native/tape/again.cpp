@@ -1,5 +1,5 @@
-// Recomputes tensors of a forward before its backward, by running operators of its tape again. If the forward has not
-// ended, that is its tape so far.
+// Recomputes tensors of a forward before its backward. For that it runs operators of the forward's tape again, or, if
+// the forward has not ended, of its tape so far.
 #include <algorithm>
 
 #include "clock.h"
@@ -59,8 +59,8 @@ std::optional<std::vector<at::Tensor>> Frame::again(
   return std::nullopt;
 }
 
-// Recomputes the saved tensors that the forward does not hold. Holds these, and all tensors that autograd saves from
-// now on, until the forward ends.
+// Recomputes the saved tensors that the forward does not hold. Until the forward ends, holds them, and all tensors that
+// autograd saves from now on.
 void Frame::hold_so_far() {
   forward.holds_meanwhile = true;
   const auto done = forward.so_far();

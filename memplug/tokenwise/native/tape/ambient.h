@@ -12,7 +12,8 @@
 
 namespace memplug {
 
-// The state of the CPU's random generator. `now` copies the fields: `get_state` makes a tensor, which takes longer.
+// The state of the CPU's random generator. `now` copies the generator's fields, since `get_state` would make a tensor
+// and so take longer.
 struct CpuRandom {
   static CpuRandom now();
 
@@ -37,21 +38,22 @@ struct Ambient {
 
   using Attention = std::array<bool, 4>; // for each of torch's attention back ends, whether it is enabled
 
-  // Stores the present state. `device`: where the training runs.
+  // Stores the present state. `device`: the device that trains.
   explicit Ambient(c10::Device device);
 
   // Returns the state as arguments of `restored` in ambient.py.
   pybind11::tuple described() const;
 
-  // Returns whether code can run again in the thread's present state, without restoring the stored one. False until
-  // `forget_undrawn` has dropped the generators' states.
+  // Returns whether code can run again without restoring the stored state, since the thread's present state is as good.
+  // Always false while the state of a generator is stored (see `forget_undrawn`).
   bool holds() const;
 
   // Returns whether autocast was enabled for any device.
   bool casts() const;
 
-  // Drops the states of generators from which nothing has drawn since construction: they need not be restored. Called
-  // after a unit has run, unless the unit may set a generator's state back itself.
+  // Drops the stored states that still equal the generators' states: nothing has drawn, so they need not be restored.
+  // Called after a unit has run. Not called for a unit that may set a generator's state back itself, since equal states
+  // would then prove nothing.
   void forget_undrawn();
 
   std::optional<CpuRandom> cpu_rng; // state of the CPU's generator; none once dropped

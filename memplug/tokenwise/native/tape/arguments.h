@@ -25,8 +25,8 @@ class Containers {
   enum class ContainerKind : uint8_t { LEAF, DICTIONARY, TUPLE, LIST, TREE };
 
   ContainerKind kind_ = ContainerKind::LEAF;
-  pybind11::object keys_; // a dictionary's keys, or torch's `TreeSpec`
-  size_t leaves_ = 0; // number of values in a tree
+  pybind11::object keys_; // a DICTIONARY's keys, or a TREE's `TreeSpec` from torch's pytree
+  size_t leaves_ = 0; // number of values in a TREE
   std::vector<Containers> parts_;
 };
 

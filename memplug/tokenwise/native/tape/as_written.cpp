@@ -9,16 +9,16 @@ namespace py = pybind11;
 namespace memplug {
 namespace {
 
-// torch's compiler module, and the stance "force_eager", made once. `torch.compiler.set_stance` makes a new stance in
-// each call, which takes longer than many operators, and then sets one variable of this module.
-// `torch_private.check_compiler` verifies that it does no more than that.
+// torch's compiler module, and one object of the stance "force_eager" for all calls of `enter`.
+// `torch.compiler.set_stance` would make a new object in each call, which takes longer than many operators. Apart from
+// that it only sets a variable of the compiler module, as `torch_private.check_compiler` verifies.
 struct Compiler {
   py::object module, eager;
 };
 
 Compiler* compiler = nullptr; // never destroyed
 int inside = 0;
-py::object* former = nullptr; // the stance that was replaced
+py::object* former = nullptr; // the stance that `compiler->eager` has replaced; null if none is
 
 } // namespace
 
@@ -28,7 +28,7 @@ void AsWritten::enter() {
     py::object eager = module.attr(STANCE_CLASS)("force_eager");
     compiler = new Compiler{std::move(module), std::move(eager)};
   }
-  if (inside == 0) { // from here on, no other thread and no signal handler can run Python
+  if (inside == 0) { // from here to the end of `enter`, no other thread and no signal handler can run Python
     former = new py::object(compiler->module.attr(STANCE));
     compiler->module.attr(STANCE) = compiler->eager;
   }

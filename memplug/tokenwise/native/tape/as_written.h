@@ -1,14 +1,14 @@
-// Turns torch.compile off inside of regions, since compiled code has no operators to observe. Units are an exception
-// (memplug/hooks/flex_attention.py).
+// Turns torch.compile off inside of regions, since compiled code has no operators to observe. The exception is
+// FlexAttention, which runs compiled, as a unit (memplug/hooks/flex_attention.py).
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 namespace memplug {
 
-// While an instance lives, compiled functions run uncompiled, by the stance of torch's compiler
-// (`torch.compiler.set_stance`), which is global to the process. If instances of several threads overlap, the first
-// sets the stance, and the last restores it. Guarded by Python's lock.
+// While an instance lives, compiled functions run uncompiled: it sets the stance of torch's compiler
+// (`torch.compiler.set_stance`), which is global to the process. If several threads have instances at a time, the first
+// instance sets the stance, and the last one to end restores it. Guarded by Python's lock.
 class AsWritten {
  public:
   AsWritten() {

@@ -75,8 +75,8 @@ class Attribute {
 template <typename Signature>
 class Method;
 
-// A Python method, called with its object as the first argument. A bound method in C++ would form a reference cycle
-// with its object that Python's collector does not see.
+// A Python method, called with its object as the first argument. It is not bound: a bound method in C++ would form a
+// reference cycle with its object that Python's collector does not see.
 template <typename Result, typename... Arguments>
 class Method<Result(Arguments...)> {
  public:
@@ -170,11 +170,12 @@ struct __attribute__((visibility("hidden"))) Functions {
   pybind11::object default_device, tree_flatten, tree_unflatten;
 };
 
-// Returns the functions that `bind_calls` was given. Throws if `bind_calls` has not run. Guarded by Python's lock.
+// Returns the functions that `bind_calls` has stored. Throws if `bind_calls` has not run. Guarded by Python's lock.
 const Functions& functions();
 
-// Stores the three functions, and checks the core's calls against `declared`, the methods and attributes of the classes
-// in calls.py. Throws AttributeError if the core calls an undeclared name, or does not call a declared one.
+// Stores the three Python functions. Compares the names that the core uses with `declared`, the methods and attributes
+// of the classes in calls.py. Throws AttributeError if the core uses an undeclared name, or does not use a declared
+// one.
 void bind_calls(
     const CalledNames& declared,
     pybind11::object default_device,

@@ -48,15 +48,15 @@ void Frame::capture_outputs(
     size_t index, const Record& record, c10::ArrayRef<c10::IValue> results, Decision decision) {
   const Operator& op = *record.op;
   const auto outputs = tensors_of(results);
-  // a communicating unit must not run again on this rank alone: capture all of its rows, even if host memory is short,
-  // until all of its ranks use the same setting
+  // a communicating unit must not run again on this rank alone. So until all of its ranks use the same setting, capture
+  // all of its rows, even if host memory is short.
   const bool shrinks = op.has(ROWS) && !decision.keep && !(op.has(SHARED) && !setting->is_agreed);
   const double fraction = decision.fraction * (shrinks ? flow->share : 1.0);
   const int64_t length = outputs.front().dim() > 0 ? outputs.front().size(0) : 0;
   const int64_t pieces = length > 0 ? pieces_of(forward.tape(), index).value_or(0) : 0;
   const bool splits = pieces > 0;
   std::optional<int64_t> rows = splits ? rows_taken(fraction, pieces, splits) * (length / pieces)
-                                       : rows_taken(fraction, length, splits); // below, none means all rows
+                                       : rows_taken(fraction, length, splits); // reset below if these are all rows
   if (*rows == length) {
     rows.reset();
   } else if (*rows == 0) {
@@ -88,7 +88,7 @@ void Frame::capture_outputs(
 // exchange again. The choice depends on the operators alone, so it is the same on all ranks.
 void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c10::IValue> results) {
   const auto written = tensors_of(results);
-  // the result must cover its storage, as does the empty result on a rank whose experts get no tokens
+  // the result must cover its storage. An empty result does, too: that of a rank whose experts get no tokens.
   if (written.size() != 1 || written[0].storage_offset() != 0 || written[0].storage().nbytes() != written[0].nbytes()) {
     return;
   }
@@ -112,7 +112,7 @@ void Frame::capture_exchange(size_t index, const Record& record, c10::ArrayRef<c
 // Leaves out a collective whose result no backward has asked for: does not capture the result, and keeps a recompute
 // pass from launching the collective.
 void Frame::leave_out(size_t index) {
-  if (!forward.tape().records[index].op->has(WAITS)) { // the operator launched the collective and waited for it
+  if (!forward.tape().records[index].op->has(WAITS)) { // the operator both launched the collective and waited for it
     captures_[index] = {{}, true};
   } else if (const int64_t launch = launch_of(index); launch >= 0) {
     captures_[index] = {{}, true};
@@ -147,8 +147,8 @@ std::optional<CapturedTensor> Frame::part_of(
   if (auto swapped = flow->transfer->offload(value, rows.value_or(value.size(0)), region->offloads_late)) {
     return CapturedTensor{std::move(swapped), nullptr};
   }
-  // host memory is full: keep an output that must not be recomputed on this rank alone, since other ranks would wait,
-  // or since this rank would pick other experts
+  // host memory is full: keep an output that this rank must not recompute alone, since other ranks would wait, or since
+  // this rank would pick other experts
   const bool alike = op.is_always_captured() || region->shares;
   return alike ? std::optional(kept()) : std::nullopt;
 }
@@ -162,9 +162,9 @@ void Frame::add(const at::Tensor& tensor, const CapturedTensor& part) {
   }
 }
 
-// Returns those captured collectives and parts of communicating units that a recompute pass needs if no other output is
-// captured. `learn` leaves out the rest, which must be the same on all ranks. So the result must not depend on this
-// rank's free host memory.
+// Returns the captured collectives, and captured parts of communicating units, that a recompute pass would need if no
+// other output were captured. `learn` stops capturing the remaining ones, which must be the same on all ranks. So the
+// result must not depend on this rank's free host memory.
 std::set<size_t> Frame::asked_of_ranks() const {
   std::vector<CapturedOperator> shared;
   for (const auto& [index, capture] : captures_) {
@@ -191,8 +191,8 @@ std::set<size_t> Frame::asked_of_ranks() const {
   return asked;
 }
 
-// Stops capturing in later forwards the outputs that backward does not ask for in this one. Fills `spared` and
-// `received`. `substituted`: operators whose captured results the recompute pass needs.
+// Finds captured outputs that this forward's backward does not ask for, and stops capturing them in later forwards.
+// Fills `spared` and `received`. `substituted`: operators whose captured results the recompute pass needs.
 void Frame::learn(const std::vector<size_t>& substituted) {
   const auto of_ranks = asked_of_ranks();
   std::set<size_t> asked(substituted.begin(), substituted.end());

@@ -9,7 +9,7 @@ namespace {
 struct OfTape {
   const Tape& tape;
   std::vector<Taken> captured;
-  std::vector<bool> launched; // for each operator, whether another operator's capture has its result
+  std::vector<bool> launched; // for each operator, whether the capture of another operator has its result
 
   size_t size() const {
     return tape.records.size();

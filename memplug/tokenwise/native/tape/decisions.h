@@ -23,23 +23,23 @@ struct CapturedOperator {
 };
 
 // Returns a recompute pass's action for each operator of the tape. `launches`: operators that the pass skips, since the
-// capture of another operator has their result, as the capture of a wait has the result of its collective. `wanted`:
-// storages that the pass has to restore.
+// capture of another operator has their result. For instance, if the operator that waits for a collective is captured,
+// the pass does not launch the collective. `wanted`: storages that the pass has to restore.
 std::vector<Action> actions_of(
     const Tape& tape,
     const std::vector<CapturedOperator>& captured,
     const std::vector<size_t>& launches,
     const std::vector<int32_t>& wanted);
 
-// Returns the number of equal pieces into which an operator's outputs split along dimension 0; none if they do not
-// split. A plan may capture any number of pieces; a recompute pass computes only the rest.
+// Returns into how many equal pieces an operator's outputs split along dimension 0; none if they do not split. A plan
+// may capture any number of these pieces; a recompute pass then computes only the others.
 std::optional<int64_t> pieces_of(const Tape& tape, size_t index);
 
 // Returns the given storages (`Tape::given`) that a pass with these actions reads or has to restore.
 std::vector<int32_t> read_by(const Tape& tape, const std::vector<Action>& actions, const std::vector<int32_t>& wanted);
 
-// The actions of a recompute pass. Successive forwards share one object if tape, captures and wanted storages are the
-// same.
+// The actions of a recompute pass, and the arguments of `actions_of` that they were decided from. Successive forwards
+// share one object if these arguments are the same.
 struct PassActions {
   PassActions(
       std::shared_ptr<const Tape> tape,
@@ -61,7 +61,7 @@ struct PassActions {
   const std::vector<int32_t> wanted;
 
   const std::vector<Action> actions;
-  const std::vector<int32_t> reads; // given storages, from `read_by`
+  const std::vector<int32_t> reads; // given storages that the pass reads or restores, from `read_by`
   std::vector<size_t> substituted; // indices of operators whose captured results the pass needs
   bool communicates = false; // the pass runs operators in which other ranks take part
 };

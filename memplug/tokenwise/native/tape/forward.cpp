@@ -14,8 +14,8 @@ namespace memplug {
 namespace {
 
 // Returns the generators that an operator may draw from, with their present states: the generator among the arguments,
-// or, if there is none, the default generators of the CPU and of the tensors' device. If no tensor is on a device, that
-// is the current device.
+// or, if there is none, the default generators of the CPU and of the tensors' device. If all tensors are on the CPU,
+// the current device stands in for the tensors' device.
 std::vector<GeneratorDraw> generators_of(c10::ArrayRef<c10::IValue> arguments) {
   std::vector<at::Generator> generators;
   std::optional<c10::Device> device;
@@ -320,7 +320,7 @@ void Forward::classify(Record& record) {
     record.form = Form::EXCHANGE;
     record.root = true;
     record.made = record.written;
-  } else if (record.draws) { // one that draws in place (a dropout mask) reads nothing but the generator
+  } else if (record.draws) { // if it draws in place, as for a dropout mask, it reads nothing but the generator
     record.form = Form::FIXED;
     record.root = !op.mutates;
   } else if (op.has(COMMUNICATES) || op.has(EFFECTS)) {
@@ -328,7 +328,7 @@ void Forward::classify(Record& record) {
     record.root = true;
   } else if (op.has(VALUE)) {
     record.form = Form::VALUE;
-  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // else this call writes to no argument
+  } else if (op.mutates && (record.made.empty() || !record.written.empty())) { // the call writes to an argument
     record.form = Form::WRITE;
     for (const int32_t storage : record.written) {
       record.root = record.root || storages.given[storage];

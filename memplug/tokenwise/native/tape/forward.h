@@ -1,5 +1,5 @@
-// One forward of a region, operator by operator. While its operators are those of an earlier forward's tape, it follows
-// that tape. Once they differ, or without an earlier tape, it notes a tape of its own.
+// One forward of a region, operator by operator. While the operators are the same as in an earlier forward, it follows
+// the tape of that forward. Once they differ, or without an earlier tape, it notes a tape of its own.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -26,15 +26,15 @@ struct GeneratorDraw {
 
 // Given memory: it existed before the region's forward, or is a literal (literals.cpp).
 struct GivenMemory {
-  // the first tensor in this memory that the forward met; undefined if the memory is not given, or is swapped
+  // the first tensor in this memory that the forward met; undefined if the storage is not given, or is swapped
   at::Tensor tensor;
   c10::SmallVector<Count, 1> counts; // version counters of tensors in this memory; none if `tensor` is undefined
   bool had_gradient = false; // `tensor` is a leaf, and had a gradient when the forward met it
   bool noted = false; // `before_accumulating` was called for that gradient
 };
 
-// Acts on a forward's operators while they run (in practice, the forward's `Frame`). Operators that the listener itself
-// runs do not belong to the forward.
+// The interface that a `Forward` calls while its operators run; `Frame` implements it. Operators that the listener
+// itself runs do not belong to the forward.
 class Listener {
  public:
   virtual ~Listener() = default;
@@ -51,8 +51,8 @@ class Listener {
   // Records the time at which operator `index` begins, or ends if `over`. Called only if `is_timed`.
   virtual void time(size_t index, bool over) = 0;
 
-  // Saves the present value of memory that the forward is about to write to. Called for captured memory, and before the
-  // first write to given memory.
+  // Saves the present value of memory that the forward is about to write to. Called before a write to captured memory,
+  // and before the first write to given memory.
   virtual void before_write(int32_t storage, const at::Tensor& tensor) = 0;
 
   // Returns whether an operator's results are to be captured.
@@ -96,19 +96,20 @@ class Forward {
   // Notes a unit (unit.h) that is about to run. Inside of the unit the forward notes only saved tensors.
   void begin_unit(const Operator& op, c10::ArrayRef<c10::IValue> arguments);
 
-  // Notes the end of a unit, whose operator returns `token`. For each memory that the unit made, and either returned or
-  // saved for backward, notes an operator `part` that reads `token`. Returns the parts' sources. `lasting`: tensors
-  // that outlive the unit's call, so that memplug must not free them.
+  // Notes the end of a unit. `token`: the result of the unit's operator. For each memory that the unit made, and either
+  // returned or saved for backward, notes an operator `part` that reads `token`. Returns the parts' sources. `lasting`:
+  // tensors that outlive the unit's call, so that memplug must not free them.
   std::vector<Source> end_unit(
       const Operator& part,
       const at::Tensor& token,
       const std::vector<at::Tensor>& returned,
       const std::vector<at::Tensor>& lasting);
 
-  // Ends the unit that began last, which has raised.
+  // Ends the unit that began last, after it has raised.
   void fail_unit();
 
-  // A point in a forward: the numbers of operators begun, of tensors saved, and of unobserved events so far.
+  // A point in a forward: the numbers of operators begun, of tensors saved, and of unobserved events (counted by
+  // `blind`) so far.
   struct Progress {
     size_t begun, saves, unobserved;
   };
@@ -116,18 +117,19 @@ class Forward {
     return {begun_, saved.size(), unobserved_};
   }
 
-  // Returns whether the code that ran since `since` hid kernels: it returned memory that no operator made, used memory
-  // that no operator filled, or caused an unobserved event. `given`, `returned`: the tensors among the code's arguments
-  // and results.
+  // Returns whether the code that ran since `since` launched kernels that no operator shows: it returned memory that no
+  // operator made, used memory that no operator filled, or caused an unobserved event. `given`, `returned`: the tensors
+  // among the code's arguments and results.
   bool hides(
       const Progress& since, const std::vector<at::Tensor>& given, const std::vector<at::Tensor>& returned) const;
 
-  // Returns the indices of those arguments of a function (`given`) that it wrote to without an operator. `begun`:
-  // number of operators begun before the function ran.
+  // Returns the indices of the tensors in `given`, a function's arguments, that the function wrote to without an
+  // operator. `begun`: number of operators begun before the function ran.
   //
-  // An argument counts as written to if its version is no longer that in `versions`, or its bytes are no longer those
-  // in `before`, which has copies of some arguments. An argument that the function returned (`returned`) counts too,
-  // since an unobserved kernel may write without raising the version.
+  // Skips arguments to which an operator wrote. The function wrote to another argument if its version differs from that
+  // in `versions`, or if its bytes differ from those in `before`, which has copies of some arguments. An argument that
+  // is also in `returned`, the function's results, counts as written to, since an unobserved kernel may write without
+  // raising the version.
   std::vector<size_t> written_unseen(
       size_t begun,
       const std::vector<at::Tensor>& given,
@@ -135,7 +137,7 @@ class Forward {
       const std::vector<at::Tensor>& before,
       const std::vector<at::Tensor>& returned) const;
 
-  // Returns whether an operator after the first `begun` wrote to given memory other than that of the tensors in
+  // Returns whether any operator but the first `begun` ones wrote to given memory other than that of the tensors in
   // `given`.
   bool writes_elsewhere(size_t begun, const std::vector<at::Tensor>& given) const;
 
@@ -149,11 +151,11 @@ class Forward {
   bool may_be_unfinished(const at::Tensor& tensor) const;
 
   // Marks the forward as opaque, since code wrote to the tensors at indices `written` of `given` without an operator.
-  // Captures of these tensors may be stale. Throws if a tensor lies in given memory that `protect` has not saved,
+  // Captures of these tensors may be stale. Throws if one of them lies in given memory that `protect` has not saved,
   // unless the forward holds all saved tensors (`holds`).
   void blind_to_writes(const std::vector<at::Tensor>& given, const std::vector<size_t>& written);
 
-  // Returns whether an operator after the first `begun` communicates with other ranks.
+  // Returns whether any operator but the first `begun` ones communicates with other ranks.
   bool communicates(size_t begun = 0) const;
 
   // Returns a tensor that covers all of `tensor`'s storage, so that one copy serves every view: `tensor` itself if it
@@ -171,9 +173,10 @@ class Forward {
   }
 
   // Notes a wrapper, such as a DTensor, that an operator or a function is about to read. memplug checks the wrapper's
-  // version counter: a write raises that counter, not the one of the inner tensor, which has the memory.
+  // own version counter, since a write does not raise that of the inner tensor, which has the memory.
   void meet_wrapper(const at::Tensor& tensor) {
-    if (tensor.is_leaf() && tensor.requires_grad()) { // only a parameter: the region may have made others
+    // skip all but parameters, since the region may have made the wrapper itself
+    if (tensor.is_leaf() && tensor.requires_grad()) {
       read(tensor, begun_ + 1, false);
     }
   }
@@ -183,7 +186,7 @@ class Forward {
   void looked_through(size_t before, bool mutates, c10::ArrayRef<c10::IValue> results);
 
   // Notes a tensor that autograd saves for backward. The tensor may be a result of the running operator, which has not
-  // ended yet. `held`: hold the tensor itself.
+  // ended yet. `held`: hold the tensor itself, in `Saved::held`.
   void save(const at::Tensor& tensor, bool held);
 
   // Marks a storage as captured, until the forward writes to it. `whole`: all rows are captured. `kept`: the capture
@@ -203,8 +206,8 @@ class Forward {
   // Returns the tape of the forward so far. It is opaque if the forward did more than its operators show.
   std::shared_ptr<const Tape> so_far() const;
 
-  // Stores saved tensor `index`, recomputed during the forward, as `Saved::kept`. From now on an operator that reads
-  // `tensor` counts as a reader of the saved tensor's storage.
+  // Stores `tensor`, which is saved tensor `index` recomputed during the forward, as `Saved::kept`. From now on an
+  // operator that reads `tensor` counts as a reader of the saved tensor's storage.
   void keep(size_t index, const at::Tensor& tensor);
 
   // Stores a saved tensor that a recompute pass restored.
@@ -214,12 +217,11 @@ class Forward {
   // after the recompute pass.
   at::Tensor take(size_t index);
 
-  // Holds a tensor that backward has received, as long as backward may ask for it again: a custom function may read
-  // `ctx.saved_tensors` several times, and only the first read gets the tensor from its capture or from the recompute
-  // pass.
+  // Holds a tensor that backward has received, as long as backward may ask for it again. A custom function may read
+  // `ctx.saved_tensors` several times; only the first read gets the tensor from its capture or from the recompute pass.
   void hold(size_t index, const at::Tensor& tensor);
 
-  // Returns the tensor that `hold` holds; undefined if there is none. Throws if the tensor was written to since `hold`.
+  // Returns the tensor that `hold` holds; undefined if there is none. Throws if the tensor was written to after `hold`.
   at::Tensor held_again(size_t index) const;
 
   // Returns given memory for a recompute pass that runs only operators before `end`. Throws if the memory is gone, or
@@ -244,13 +246,13 @@ class Forward {
   // operator `end`, where the recompute pass stops.
   void check_read(size_t end) const;
 
-  // Looks for a write after the forward to memory from which saved tensor `index` may have been computed. A pass that
-  // runs the module again cannot restore such a tensor. Returns the memory's version counter; null if there was no such
-  // write. Ignores the forward's own writes, which are undone for the pass.
+  // Looks for memory from which saved tensor `index` may have been computed, and that was written to after the forward.
+  // Returns the version counter of such memory, or null. If there is any, a pass that runs the module again cannot
+  // restore the tensor. Ignores the forward's own writes, which are undone for the pass.
   const Count* changed(size_t index) const;
 
-  // Marks the saved tensors for which `changed` finds a write. Called before a pass that runs the module again, since
-  // the pass may repeat the forward's writes.
+  // Marks as `stale` the saved tensors for which `changed` finds a write. Called before a pass that runs the module
+  // again, since the pass may repeat the forward's writes, which `changed` would find too.
   void note_stale();
 
   // Drops a restored tensor that backward has not taken.
@@ -281,38 +283,38 @@ class Forward {
   struct Saved {
     Use use;
     at::Tensor held; // the tensor itself, if `save` was called with `held`, or if no tape can describe the tensor
-    // The tensor itself, if the forward `holds` or `holds_meanwhile`. If the frame `keeps`, backward gets this tensor
-    // instead of a recomputed one.
+    // The tensor itself, if the forward `holds` or `holds_meanwhile`. If `Frame::keeps` is set, backward gets this
+    // tensor instead of a recomputed one.
     at::Tensor kept;
     c10::VariableVersion counter;
     uint32_t version = 0;
-    // bytes of the largest storage saved up to this tensor. Backward goes in reverse: when it asks for this tensor, it
-    // has yet to read all tensors that were saved earlier
+    // bytes of the largest storage among this saved tensor and all earlier ones: backward goes in reverse, so when it
+    // asks for this tensor, it has yet to read all of them
     int64_t largest_bytes = 0;
-    bool alive = true; // backward may still ask for it
-    bool in_unit = false; // a unit saved it, and kernels of the unit's backward may write over it
+    bool alive = true; // backward may still ask for the tensor
+    bool in_unit = false; // a unit saved the tensor, and kernels of the unit's backward may write over it
     bool written = false;
-    bool stale = false; // a pass that runs the module cannot restore it
+    bool stale = false; // a pass that runs the module again cannot restore it (`note_stale`)
     Way way = Way::HELD;
-    at::Tensor restored; // from a recompute pass, until backward takes it
+    at::Tensor restored; // the tensor from a recompute pass, until backward takes it
     uint32_t restored_version = 0;
-    // bytes of `restored` as added to the ledger, so that a dying frame subtracts the same number
+    // bytes that were added to the ledger for `restored`, so that the same number is subtracted later
     int64_t restored_bytes = 0;
-    // the tensor that backward received, until its autograd node has run (see `hold`); undefined if backward keeps its
-    // graph
+    // the tensor that backward received, until the autograd node that saved it has run (see `hold`); undefined if
+    // backward keeps its graph
     at::Tensor taken;
     uint32_t taken_version = 0;
   };
   Storages storages;
-  bool holds = false; // store each tensor that autograd saves in `Saved::kept`
-  bool holds_meanwhile = false; // likewise, until the forward ends: it may ask for a gradient itself
+  bool holds = false; // store in `Saved::kept` each tensor that autograd saves
+  bool holds_meanwhile = false; // the same until the forward ends, since it may ask for a gradient itself
   std::vector<Saved> saved;
-  std::vector<GivenMemory> given; // by storage
+  std::vector<GivenMemory> given; // for each storage; empty if the storage is not given
   std::vector<std::vector<GeneratorDraw>> drawn; // for each operator that draws random numbers, in program order
 
-  // Bytes of the storages that backward needs; given storages count only if captured. `saved_bytes`: of all.
-  // `pending_bytes`: of those not captured. `kept_bytes`: of those captured and kept on the device.
-  // `largest_saved_bytes`: of the largest one.
+  // Bytes of storages that backward needs. A given storage counts only if it is captured. `saved_bytes`: all these
+  // storages. `pending_bytes`: those that are not captured. `kept_bytes`: those that are captured and kept on the
+  // device. `largest_saved_bytes`: the largest one.
   int64_t saved_bytes = 0, pending_bytes = 0, kept_bytes = 0, largest_saved_bytes = 0;
 
   // Returns whether a storage is a literal (literals.cpp), which counts as given although an operator requested it.
@@ -335,7 +337,8 @@ class Forward {
   enum : uint8_t { NOT, PART, WHOLE };
 
   int32_t number(const at::Tensor& tensor, bool given);
-  int32_t meet(const at::Tensor& tensor, size_t met); // a storage without a number gets one, as given memory
+  // Returns the number of a tensor's storage. A storage that has none gets one, as given memory.
+  int32_t meet(const at::Tensor& tensor, size_t met);
   void count(GivenMemory& memory, const at::Tensor& tensor, size_t met);
   void give(int32_t storage, const at::Tensor& tensor, size_t met);
   void close_counts();
@@ -356,8 +359,8 @@ class Forward {
 
   // -- literals.cpp
 
-  // Returns the last operator before `end` that returned a storage; null if an operator between the two reads the
-  // storage.
+  // Returns the last operator before `end` that returned a storage. Returns null if it, or any operator between it and
+  // `end`, reads the storage.
   const Record* only_user(int32_t storage, size_t end) const;
   // Returns whether operator `index` copies memory that no operator has filled. The copy may become a literal.
   bool copies_blank(size_t index) const;
@@ -366,8 +369,8 @@ class Forward {
   std::vector<size_t> makers_of_literal(int32_t storage, size_t index) const;
   // Marks `tensor`, which operator `index` returned, as a literal if torch made it from Python values.
   void lift(size_t index, const at::Tensor& tensor);
-  // Corrects records copied from another forward's tape. If a storage is a literal in that forward but not in this one,
-  // recompute passes may run the operators that made it.
+  // Corrects records that were copied from another forward's tape. Lets recompute passes run operators that made a
+  // literal in that forward, but do not make one in this forward.
   void unlift(std::vector<Record>& records) const;
 
   std::vector<std::shared_ptr<const Tape>> known_;
@@ -375,25 +378,26 @@ class Forward {
   std::shared_ptr<Ledger> ledger_;
   std::shared_ptr<const Tape> followed_;
   std::shared_ptr<Tape> noted_;
-  int32_t entered_ = 0; // number of storages of region inputs, which come first
+  int32_t entered_ = 0; // number of storages of the region's inputs, which are numbered first
   size_t begun_ = 0;
   bool running_ = false; // the last operator has not ended
   uint32_t opaque_ = 0; // bits of `Opaque`
   size_t unobserved_ = 0; // number of unobserved events that made the forward opaque
 
   std::vector<Count> read_; // version counters of tensors that were read without an operator
-  // by storage: whether `Listener::before_write` was called for it, and whether `saved_bytes` counts it
+  // by storage. `own_`: `Listener::before_write` was called for it. `counted_`: `saved_bytes` includes it.
   std::vector<bool> own_, counted_;
   struct CapturedStorage {
     uint8_t rows = NOT;
-    bool kept = false; // on the device
+    bool kept = false; // the capture stays on the device
     at::ScalarType dtype = at::kFloat;
   };
   std::vector<CapturedStorage> captured_;
   std::vector<FoundTensor> found_;
   std::vector<int32_t> made_;
   std::vector<c10::IValue> exchanged_; // tensors that the running exchange writes to
-  // results that autograd saved while their operator was running: (storage, tensor)
+  // (storage, tensor) of each tensor that autograd saved while an operator was running, and that this operator may have
+  // made
   std::vector<std::pair<int32_t, at::Tensor>> saved_early_;
   std::vector<int32_t> literals_;
   int64_t literal_bytes_ = 0;

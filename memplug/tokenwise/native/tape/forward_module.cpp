@@ -57,7 +57,7 @@ void add_flow(py::module_& module) {
       .def(py::init<std::string>())
       .def("plan", [](Region& region, const std::optional<Plan>& plan) {
         region.change([&](Setting& changed) {
-          changed.unneeded.clear(); // captures that no backward asked for under the former plan
+          changed.unneeded.clear(); // under the new plan backward may ask for other captures
           changed.plan.reset();
           if (plan) {
             changed.plan.emplace();

@@ -96,8 +96,8 @@ std::shared_ptr<Swapped> Frame::enter(const at::Tensor& value, bool swaps) {
   const int32_t storage = forward.enter(value, part != nullptr);
   if (part != nullptr) {
     Streams& streams = flow->transfer->streams();
-    // record the use with the allocator: another stream may own the tensor, and memplug frees it sooner than plain
-    // torch
+    // record the use with the allocator: another stream may own the tensor, and memplug frees the tensor sooner than
+    // plain torch would
     streams.use_on(streams.current(), value);
     swapped.push_back(part);
     inputs.emplace_back(storage, part);
@@ -229,7 +229,7 @@ void Frame::close(bool direct) {
     }
     learn(asked);
   }
-  // this region's backward does not read an input without uses: leave its release to other regions
+  // this region's backward does not read an input without uses, so other regions release it
   for (const auto& [storage, input] : inputs) {
     if (input->uses == 0) {
       swapped.erase(std::remove(swapped.begin(), swapped.end(), input), swapped.end());
@@ -277,7 +277,7 @@ std::vector<size_t> Frame::decide() {
   std::vector<size_t> asked = decide(captured(), launches());
   const auto absent = [&](size_t index) { return captures_.at(index).parts.empty(); };
   while (std::any_of(asked.begin(), asked.end(), absent)) {
-    // this forward differs from earlier ones, and needs collectives whose results it did not capture: let them run
+    // this forward differs from earlier ones: it needs collectives whose results it did not capture, so let these run
     // again
     for (const size_t index : asked) {
       if (absent(index)) {

@@ -16,7 +16,7 @@
 
 namespace memplug {
 
-// A captured tensor that stays on the device: it is small, the plan keeps it, or the host is full.
+// A captured tensor that stays on the device: it is small, the plan keeps it, or host memory is full.
 struct KeptTensor {
   explicit KeptTensor(const at::Tensor& tensor) : tensor(alias_of(tensor)), version(version_of(tensor)) {}
 
@@ -31,13 +31,13 @@ struct KeptTensor {
   at::Tensor tensor;
   uint32_t version;
   bool written = false; // `before_write` was called
-  bool viewed = false; // backward reads it without a recompute pass
+  bool viewed = false; // backward reads the tensor without a recompute pass
 };
 
 // A tensor that a recompute pass needs with its value from the start of the forward: an input that is not swapped, or a
 // literal that the forward wrote to.
 struct Held {
-  // `itself`: hold `value` itself (a parameter) instead of an alias without its graph. Code that shards or offloads
+  // `itself`: hold `value` itself (a parameter), and not an alias of it without a graph. Code that shards or offloads
   // parameters exchanges the memory behind the tensor, and an alias would keep the old memory.
   Held(const at::Tensor& value, bool itself);
 
@@ -107,9 +107,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Releases the device memory of all swapped tensors, ordered after their copies out.
   void release();
 
-  // Releases the swapped tensors whose copies out end first, as many as it takes to free `nbytes`. So no stream waits
-  // for the copy of a tensor that stays. Returns false, and releases nothing, if all tensors would have to go, or if
-  // the copies are not queued yet.
+  // Releases swapped tensors, in the order in which their copies out end, until `nbytes` are free. So no stream waits
+  // for the copy of a tensor that stays. Returns false, and releases nothing, if it would have to release all tensors,
+  // or if their copies have not been queued.
   bool release_first(int64_t nbytes);
 
   // -- backward
@@ -129,8 +129,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Returns a restored tensor for use on the current stream. Throws if it was written to after the recompute pass.
   at::Tensor take(size_t index);
 
-  // Adds the region's name and advice to Python's pending error (an in-place write, or out of memory), raised while
-  // backward asked for a tensor.
+  // Adds the region's name and advice to Python's pending error. The error, such as an in-place write or out of memory,
+  // was raised while backward asked for a tensor.
   virtual void explain() = 0;
 
   // Returns a saved tensor that the forward itself needs for a gradient (again.cpp). Throws `ASKED_EARLY` if memplug
@@ -147,14 +147,15 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // the capture is still needed.
   at::Tensor view(size_t index);
 
-  // Returns a saved tensor that lies in given memory. Returns a copy instead if backward's kernels may write to it, and
-  // the recompute pass, or another region with the same input, may still read the memory. Never copies a parameter.
+  // Returns a saved tensor that lies in given memory. Returns a copy instead if backward's kernels may write to the
+  // memory while the recompute pass, or another region with the same input, may still read it. Never copies a
+  // parameter.
   at::Tensor given(size_t index) const;
 
   // A recompute pass: the saved tensors that it restores, and the memory that it reads. Parts of the autograd graph,
   // with their saved tensors, may die while the pass runs.
   struct Restoration {
-    std::vector<size_t> indices; // of the saved tensors that the pass restores
+    std::vector<size_t> indices; // indices of the saved tensors that the pass restores
     std::vector<const Use*> wanted; // the same tensors, as the tape describes them
     std::vector<std::shared_ptr<Swapped>> inputs; // swapped inputs that the pass reads
     Bases bases; // given memory, swapped inputs included
@@ -168,8 +169,8 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // Returns the captured results of an operator.
   Substitute substitute(size_t index);
 
-  // Counts one read of a swapped tensor. After the last read in this backward, drops the tensor's device memory, unless
-  // backward keeps its graph and the host has no copy.
+  // Counts one read of a swapped tensor. After the last read in this backward, drops the tensor's device memory. If
+  // backward keeps its graph, a tensor without a copy on the host stays.
   void consume(const std::shared_ptr<Swapped>& part);
 
   // Decides the recompute pass's action for each operator (`decisions`). Returns the operators whose captured results
@@ -200,14 +201,15 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   Forward forward;
   std::shared_ptr<const Tape> tape;
   std::shared_ptr<const PassActions> decisions; // null if the forward is opaque
-  std::weak_ptr<Frame> previous; // the frame before this one on the same thread; in backward it comes next
+  // the frame whose forward ran before this one's on the same thread; its backward comes next
+  std::weak_ptr<Frame> previous;
   Inputs inputs; // swapped inputs
   std::vector<std::shared_ptr<Swapped>> swapped; // captured outputs and inputs, in the order of their copies out
   // tensors of `swapped` that only the host has and that backward needs; the one needed first is last
   std::vector<std::shared_ptr<Swapped>> todo;
   // former values of held inputs and literals that the forward wrote to, by storage
   std::map<int32_t, std::shared_ptr<Held>> written;
-  std::set<int32_t> changing; // given storages for which no version is checked, since the forward wrote to them
+  std::set<int32_t> changing; // given storages whose versions are not checked, since the forward wrote to them
   int64_t input_bytes = 0; // bytes of swapped inputs that no earlier region had swapped
   // number and bytes of the inputs that the frame tried to swap and that no earlier region had swapped
   int64_t offered = 0, offered_bytes = 0;
@@ -218,13 +220,13 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   bool is_opaque = false;
   bool is_unrepeatable = false; // the module depends on state that cannot be restored, so it never runs again
   // The forward's saved tensors stay on the device: the forward is opaque, and its module cannot run again. There are
-  // three possible reasons: the module is unrepeatable; dispatch modes changed its operators; it launches collectives,
-  // and ranks where the region is not opaque would not launch them again.
+  // three possible reasons: the module is unrepeatable; dispatch modes changed its operators; or it launches
+  // collectives, which ranks where the region is not opaque would not launch again.
   bool keeps = false;
   bool is_restored = false; // the recompute pass has run
-  std::set<size_t> spared; // operators that launch or wait for collectives that no recompute pass repeats
-  // storages that a recompute pass gets from captures, since a collective of `spared` or a communicating unit filled
-  // them
+  std::set<size_t> spared; // operators that launch a collective, or wait for one, and that no recompute pass repeats
+  // storages that a collective of `spared`, or a communicating unit, has filled; a recompute pass gets them from
+  // captures
   std::set<int32_t> received;
   bool has_launches() const {
     return !launches_.empty();
@@ -239,19 +241,18 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::vector<size_t> recomputed() const;
   std::shared_ptr<Swapped> input_of(int32_t storage) const; // null if the storage is not that of a swapped input
 
-  // Makes the current stream wait for all streams of the forward, before it uses `tensor` from the forward. Returns
-  // `tensor`.
+  // Makes the current stream wait for all streams of the forward, which have used `tensor`. Returns `tensor`.
   const at::Tensor& ordered(const at::Tensor& tensor) const;
 
   // Saves the present value of given memory before the forward's first write to it. A recompute pass puts this value
   // back into the memory, and at its end restores the value that it found there.
   virtual void before_foreign_write(int32_t storage, const at::Tensor& tensor) = 0;
 
-  // Runs a tape's operators by `decisions`, without captures. Throws like `memplug::replay`.
+  // Runs a tape's operators by `decisions`, which substitutes no captures. Throws like `memplug::replay`.
   virtual std::vector<at::Tensor> run_again(
       const PassActions& decisions, Bases bases, const std::vector<const Use*>& wanted) = 0;
 
-  // Saves a leaf's gradient before another thread accumulates into it, a write that no operator of the forward shows.
+  // Saves a leaf's gradient before another thread accumulates into it. No operator of the forward shows that write.
   virtual void before_accumulating(const at::Tensor& gradient) = 0;
 
  private:
@@ -263,7 +264,7 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   // a swapped input, adds the input to `read`.
   at::Tensor base_of(int32_t storage, size_t end, std::vector<std::shared_ptr<Swapped>>& read);
   struct Capture {
-    std::vector<CapturedTensor> parts; // one for each output; none for a collective whose result no backward asks for
+    std::vector<CapturedTensor> parts; // one for each output; empty for a collective whose result no backward asks for
     bool whole;
   };
 
@@ -281,9 +282,9 @@ class Frame : public Listener, public std::enable_shared_from_this<Frame> {
   std::vector<CapturedOperator> captured() const;
   std::vector<size_t> launches() const;
 
-  std::map<size_t, Capture> captures_; // by index of the operator
-  // from the index of an operator that launched a collective, or that made the memory which an exchange (exchange.h)
-  // fills, to the index of the operator whose capture has the result
+  std::map<size_t, Capture> captures_; // captured outputs, by index of their operator
+  // (index of an operator that a pass skips, index of the operator whose capture has the result). The skipped one
+  // launched a collective, or made the memory that an exchange (exchange.h) fills.
   std::map<size_t, size_t> launches_;
   std::map<int32_t, CapturedTensor> parts_; // captured tensors by storage
   std::vector<StreamRef> streams_; // streams that the forward's operators ran on

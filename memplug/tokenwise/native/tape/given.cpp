@@ -54,8 +54,8 @@ void Forward::close_counts() {
       each.close();
     }
   }
-  // returns whether later writes need no check: a recompute pass puts back memory that the forward wrote to, and makes
-  // or prefetches memory that the forward does not hold
+  // returns whether later writes to the memory need no check. There are two cases: the forward wrote to it, so a
+  // recompute pass puts its value back; or the forward does not hold it, so the pass makes or prefetches it.
   const auto is_put_back = [&](const Count& each) {
     const auto tensor = each.first.lock();
     const bool lies = tensor.defined() && (is_plain(at::Tensor(tensor)) || is_irregular(at::Tensor(tensor)));

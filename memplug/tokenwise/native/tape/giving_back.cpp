@@ -39,7 +39,7 @@ at::Tensor Frame::view(size_t index) {
     const at::Tensor& tensor = part.kept->get();
     return made(part.kept->written ? ordered(tensor) : tensor, recomputes && !is_restored);
   }
-  // other regions may share an input that is still resident
+  // other regions may share, and still read, an input that is resident
   const bool is_read_later =
       part.swapped->uses_left > 1 || (part.swapped->resident && input_of(saved.use.storage) != nullptr);
   const at::Tensor found = made(flow->transfer->acquire(*part.swapped).first, is_read_later);
@@ -55,7 +55,7 @@ at::Tensor Frame::given(size_t index) const {
   const at::Tensor& tensor = forward.given[saved.use.storage].tensor;
   const auto is_read_later = [&] {
     if (forward.is_input(saved.use.storage) && !c10::isIntegralType(saved.use.geometry.dtype, true)) {
-      return true; // other regions may share the input
+      return true; // other regions may share the input, and still read it
     }
     if (!recomputes || is_restored || decisions == nullptr) {
       return false;
@@ -97,7 +97,7 @@ Substitute Frame::substitute(size_t index) {
       found.rows = rows;
     }
     consume(part.swapped);
-    // the pass must not repeat the forward's writes in a tensor that stays for a later backward
+    // the pass repeats the forward's writes, so it gets a copy of a tensor that stays for a later backward
     const bool stays = part.swapped->mutated && part.swapped->tensor.defined();
     found.tensors.push_back(stays ? copy_of(tensor) : alias_of(tensor));
   }
@@ -120,7 +120,7 @@ at::Tensor Frame::base_of(int32_t storage, size_t end, std::vector<std::shared_p
     read.push_back(input);
     return input->mutated ? copy_of(tensor) : tensor;
   }
-  // versions are compared only after the forward has ended
+  // before the forward has ended, no version is compared
   const bool changes = !is_over_ || changing.count(storage) > 0;
   return ordered(forward.given_again(storage, forward.storages.regathered[storage], changes, end));
 }

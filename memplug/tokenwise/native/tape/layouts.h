@@ -1,4 +1,4 @@
-// Distinguishes tensors that a tape can describe, by a storage and a geometry (size, stride, offset), from others.
+// Tells tensors that a tape can describe by a storage and a geometry (size, stride, offset) from other tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@
 
 namespace memplug {
 
-// Returns whether a function transform (torch.func) has wrapped a tensor: only operators on the inner tensor touch
+// Returns whether a function transform (torch.func) has wrapped a tensor. Only operators on the inner tensor touch
 // memory.
 inline bool is_wrapped(const at::Tensor& tensor) {
   using Key = c10::DispatchKey;

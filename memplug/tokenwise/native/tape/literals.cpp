@@ -10,7 +10,7 @@
 namespace memplug {
 namespace {
 
-// for one forward; literals stay until backward, and no plan counts their bytes
+// limit for one forward, since literals stay until backward, and no plan counts their bytes
 constexpr int64_t MOST_LITERAL_BYTES = 1 << 20;
 
 bool makes_by_itself(const Record& record) {
@@ -94,7 +94,7 @@ void Forward::lift(size_t index, const at::Tensor& tensor) {
 void Forward::unlift(std::vector<Record>& records) const {
   for (Record& record : records) {
     if (asks_for_memory(record) || copies_elsewhere(record)) {
-      // the output of an operator that has not run in this forward has no number here yet
+      // if the operator has not run in this forward, its output may have no number here yet
       const auto storage = static_cast<size_t>(record.outputs.front().storage);
       if (storage >= storages.size() || !storages.given[storage]) {
         record.form = Form::PURE;

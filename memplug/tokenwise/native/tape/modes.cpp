@@ -69,7 +69,7 @@ bool are_same(const c10::IValue& one, const c10::IValue& other, const Same& same
   });
 }
 
-// Returns whether two arguments may differ only because torch omitted or filled in a default: that of a new tensor's
+// Returns whether two arguments may differ only because torch omitted or filled in the default for a new tensor's
 // dtype, layout, device or pinning.
 bool is_default(const Operator& op, size_t position, const c10::IValue& one, const c10::IValue& other) {
   const std::string& name = op.handle.schema().arguments()[position].name();

@@ -25,8 +25,9 @@ class Modes {
     return called_.has_value();
   }
 
-  // Kinds of operators that run while modes handle an operator. HANDED_ON: a mode calls the operator itself, with its
-  // arguments. BESIDE: a mode calls another operator. WITHIN: an operator of one of these two kinds calls it.
+  // Kinds of operators that run while modes handle an operator. HANDED_ON: that operator itself, which a mode calls
+  // with the same arguments. BESIDE: another operator, which a mode calls. WITHIN: an operator that one of these two
+  // calls.
   enum class Inside : uint8_t { HANDED_ON, BESIDE, WITHIN };
 
   // Notes that an operator begins while modes handle the operator of `begin`. Returns its kind.
@@ -35,8 +36,8 @@ class Modes {
   // Notes that an operator of kind `inside` has ended.
   void end_inside(Inside inside, c10::ArrayRef<c10::IValue> results);
 
-  // Notes that the operator has ended. Returns whether it ran exactly once, and its arguments and results passed the
-  // modes unchanged.
+  // Notes that the operator of `begin` has ended. Returns whether it ran exactly once, and its arguments and results
+  // passed the modes unchanged.
   bool end(c10::ArrayRef<c10::IValue> results);
 
  private:

@@ -14,9 +14,9 @@ namespace memplug {
 
 // Reports this thread's operators to a forward until destroyed.
 //
-// For an operator that only calls others, the forward notes the operators that it calls instead. Such an operator is
-// composite, or has arguments that autocast will cast, or tensors of a subclass. Every other operator is a leaf. The
-// forward notes no operators inside of a leaf, and none on fake tensors.
+// If an operator only calls other operators, the forward notes these instead. Such an operator is composite, or
+// autocast will cast its arguments, or some of its arguments are of a tensor subclass. Every other operator is a leaf.
+// The forward notes no operators inside of a leaf, and none on fake tensors.
 class Observer {
  public:
   explicit Observer(Forward& forward);
@@ -51,8 +51,9 @@ class Observer {
   struct Running {
     What what;
     bool mutates;
-    size_t before; // number of operators that the forward had noted before
-    std::optional<Modes::Inside> inside = {}; // set for a call that dispatch modes around a leaf make
+    size_t before; // number of operators that the forward had noted before this one
+    // set only for an operator that a dispatch mode calls while it handles a leaf
+    std::optional<Modes::Inside> inside = {};
   };
 
   static bool begin(OperatorCall& call);

@@ -17,7 +17,7 @@ namespace memplug {
 
 // Traits of an operator, as bits of the number that `describe` in memplug/tokenwise/engine/operators.py returns.
 enum Trait : uint32_t {
-  COMMUNICATES = 1 << 0, // other ranks take part
+  COMMUNICATES = 1 << 0, // runs together with other ranks
   EXCHANGE = 1 << 1, // is a c10d operator: writes to its arguments, although its schema does not say so
   FILLS = 1 << 2, // overwrites every element of the tensors that it writes to, and reads none of them
   WRITES_NOTHING = 1 << 3, // is an exchange that writes to no argument
@@ -49,7 +49,7 @@ struct Operator {
   std::string schema_name, overload; // such as "aten::add" and "Tensor"; "" for the default overload
   std::string name; // such as "aten::add.Tensor"
   mutable std::atomic<uint32_t> traits; // bits of `Trait`; `note_exchange` changes them
-  bool hides_nothing; // is one of torch's own: launches no collective unless its name says so
+  bool hides_nothing; // is one of torch's own operators, which launch no collective unless their names say so
   bool composite; // only calls other operators, unless the device has a kernel for it
   // whether the device has a kernel of its own for a composite operator, as CUDA has for a norm
   bool kernel_on_cuda, kernel_on_other;
@@ -57,10 +57,10 @@ struct Operator {
   bool casts_on_cpu, casts_on_cuda, casts_on_other;
   bool mutates; // writes to memory (`detach_` is in place, but does not)
   bool reads_elements; // may read elements of its arguments, not only their sizes
-  size_t argument_count, result_count; // from its schema
+  size_t argument_count, result_count; // numbers of arguments and results in the schema
   // positions of the arguments with these names (dropout: `dropout_p` or `p_dropout`); -1 if there is none
   int32_t dropout, async_op;
-  int32_t running_mean, running_var, training; // likewise, for batch norm
+  int32_t running_mean, running_var, training; // the same for batch norm's arguments
   // positions of two arguments of a `PARTIAL` operator: `accumulate`, and the tensor that has as many elements as the
   // operator writes; -1 if there is none
   int32_t accumulate, scattered;

@@ -54,7 +54,8 @@ struct Setting {
     return found != unneeded.end() && found->second == &op;
   }
 
-  std::optional<std::unordered_map<size_t, Planned>> plan; // by index of the operator; none before the first plan
+  // decisions by index of the operator; none before the first plan
+  std::optional<std::unordered_map<size_t, Planned>> plan;
   bool is_agreed = false; // all ranks with which the region's units communicate use the same setting
   double rows = 0; // α: the fraction of each matmul output's rows to swap where no plan decides
   std::unordered_map<size_t, const Operator*> unneeded; // operators whose captured outputs no backward has asked for
@@ -87,7 +88,7 @@ struct Region {
     return std::exchange(given_bytes, {});
   }
 
-  // Returns whether the next forward may communicate, and be opaque on this rank but not on the other ranks.
+  // Returns whether the next forward may both communicate and be opaque on this rank alone.
   bool may_stray() const {
     return !talks || (*talks && (opaque || is_undecided || !repeats));
   }
@@ -108,20 +109,23 @@ struct Region {
   bool swaps_input = true; // swap the region's inputs, rather than hold them on the device
   bool opaque = false;
   bool shares = false; // the region's units communicate, so all ranks capture the same outputs
-  bool seen = false; // a forward has run; an opaque one that has only shown the region's units does not count
-  std::optional<bool> talks; // whether its forwards have communicated with other ranks; none before the first one
-  std::optional<bool> asks; // whether its forwards have asked for gradients themselves; none before the first one
+  // a forward has run. Not set by one that was opaque only because of functions that are units from the next forward
+  // on.
+  bool seen = false;
+  std::optional<bool> talks; // whether the region's forwards have communicated with other ranks; none before the first
+  std::optional<bool> asks; // whether the region's forwards have asked for gradients themselves; none before the first
   // the last forward called a function that may or may not hide kernels: memplug does not know yet (hidden.py)
   bool is_undecided = false;
   bool repeats = false; // the last forward was verified against a template, and was not the region's first
   bool communicates = false; // recompute passes launch collectives, so all ranks must run the same passes
   int64_t forwards = 0; // number of forwards since the last step ended
-  // in the last step, backward ran before the region's tensors had to be released, so now copies out wait until release
+  // in the last step, backward ran before the region's tensors had to be released, so in this step their copies out
+  // wait until release
   bool offloads_late = false;
   bool released = false; // the region's tensors had to be released in this step
   // for each forward since the last step ended, the bytes of all tensors among its arguments
   std::vector<int64_t> given_bytes;
-  int64_t live = 0, peak = 0; // number of forwards in flight: now, and at most
+  int64_t live = 0, peak = 0; // number of the region's forwards in flight at present, and its peak
 };
 
 } // namespace memplug

@@ -23,8 +23,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// While an instance lives, operators run without autograd, autocast and function transforms. The forward's casts are on
-// the tape; transforms belong to the backward around the pass.
+// While an instance lives, operators run without autograd, autocast and function transforms. The tape already has the
+// forward's casts. A function transform belongs to the backward that the pass runs in, not to the pass.
 struct Below {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard casts{c10::autocast_dispatch_keyset};
@@ -192,7 +192,7 @@ class RecomputePass {
   }
 
   void set_tensors(const Record& record, Stack& stack) const {
-    ArgumentPath copied{-1}; // path of the last list that was copied; copying leaves the tape's own lists unchanged
+    ArgumentPath copied{-1}; // path of the last list that was copied, since the tape's own lists must stay unchanged
     for (const Use& use : record.inputs) {
       const ArgumentPath& path = use.path;
       if (path.element < 0) {
@@ -234,8 +234,8 @@ class RecomputePass {
     int64_t begin; // the first of these rows that some part lacks
   };
 
-  // Returns the parts of a unit that the pass has to recompute. Moves the captured results of parts into `captured_`. A
-  // unit's parts follow it on the tape.
+  // Returns the parts of a unit that the pass has to recompute. Moves the captured results of parts into `captured_`.
+  // On the tape the parts of a unit follow the unit.
   Missing missing_of(size_t index) {
     const Record& record = tape_.records[index];
     const int32_t token = record.made.front();
@@ -259,8 +259,8 @@ class RecomputePass {
     return {std::move(needed), rows, begin};
   }
 
-  // Runs a unit again if one of its parts lacks rows. Passes it the rows of its inputs from the first missing one on.
-  // Returns the unit's token (unit.h).
+  // Runs a unit again if one of its parts lacks rows. The unit gets only the rows of its inputs from the first missing
+  // row on. Returns the unit's token (unit.h).
   at::Tensor run_unit(size_t index) {
     first_part_ = index + 1;
     const auto [needed, rows, begin] = missing_of(index);
@@ -325,13 +325,13 @@ class RecomputePass {
 
   const Tape& tape_;
   const std::vector<Action>& actions_;
-  std::vector<at::Tensor> bases_; // by storage
+  std::vector<at::Tensor> bases_; // by storage, as in `Bases`
   std::vector<int64_t> last_;
   const Helpers& helpers_;
   const LocalKeys outside_;
-  size_t first_part_ = 0; // of the unit that ran last: the index of its first part's operator
-  std::vector<at::Tensor> parts_; // outputs of that unit, by part
-  std::map<size_t, Substitute> captured_; // captured results of that unit's parts, by operator
+  size_t first_part_ = 0; // operator index of the first part of the unit that ran last
+  std::vector<at::Tensor> parts_; // outputs of the unit that ran last, by part
+  std::map<size_t, Substitute> captured_; // captured results of the parts of the unit that ran last, by operator index
   Generators generators_;
 };
 
@@ -366,7 +366,8 @@ std::vector<at::Tensor> replay(
     }
   }
   std::vector<at::Tensor> restored;
-  // for a given tensor return an alias: a parameter's memory may be exchanged before backward reads the restored tensor
+  // return an alias of a given tensor, since a parameter's memory may be exchanged before backward reads the restored
+  // tensor
   for (const Use* const use : wanted) {
     restored.push_back(tape.given[use->storage] ? pass.alias(*use) : pass.at(*use));
   }

@@ -21,7 +21,7 @@ struct Diverged : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Thrown if a recompute pass has to launch a collective and the process group is gone. `what()` names the collective.
+// Thrown if a recompute pass has to launch a collective whose process group is gone. `what()` names the collective.
 struct GroupGone : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -33,16 +33,16 @@ using Bases = std::vector<at::Tensor>;
 struct Helpers {
   std::function<Substitute(size_t)> substitute; // returns the captured results of the operator at an index
 
-  // Runs the unit at an index again on these input tensors, with the dispatch keys as they were around the pass.
+  // Runs the unit at an index again on these input tensors, under the dispatch keys of the code that called `replay`.
   // Returns a tensor for each of the unit's parts; undefined where `needed` is false.
   std::function<std::vector<at::Tensor>(size_t, const std::vector<at::Tensor>&, const std::vector<bool>& needed)> run_unit;
 };
 
 // Runs a tape's operators by `actions`. Returns the tensors that `wanted` describes, without their graph.
 //
-// Does not run operators that make views, but makes each tensor from its storage. Releases a storage after its last
-// use. Operators draw the same random numbers as in the forward, from the states in `drawn`; afterwards the generators
-// have their states from before the pass again. Throws `Diverged` and `GroupGone`.
+// Does not run operators that make views: it makes each view from its storage. Releases a storage after its last use.
+// Operators draw the same random numbers as in the forward, from the states in `drawn`; afterwards the generators have
+// their states from before the pass again. Throws `Diverged` and `GroupGone`.
 std::vector<at::Tensor> replay(
     const Tape& tape,
     const std::vector<Action>& actions,

@@ -24,14 +24,14 @@ inline int64_t rows_taken(double fraction, int64_t rows, bool splits) {
 }
 
 // Returns an action for each operator, decided from the last operator to the first. If a storage that an operator makes
-// or writes to is needed, the pass substitutes the operator's captured rows, or runs the operator if it has none.
-// Unless all rows are captured, the pass computes the rest, and so needs the storages that the operator reads.
+// or writes to is needed, the pass substitutes the operator's captured rows, or runs the operator if it has none. If
+// not all rows are captured, the pass computes the rest, and so needs the storages that the operator reads.
 //
 // `operators`: has these members, where `i` is an operator's index.
 //
 //   size()                returns the number of operators, in program order
-//   is_left_out(i)        returns whether the operator neither runs nor is substituted, whatever is needed
-//   always_runs(i)        returns whether it runs even if its outputs are not needed, unless they are captured
+//   is_left_out(i)        returns whether a pass always skips the operator
+//   always_runs(i)        returns whether it runs even if its outputs are not needed; ignored if they are captured
 //   taken(i)              returns how many rows of its outputs are captured
 //   each_read(i, f)       calls `f(storage)` for each storage that it reads
 //   each_changed(i, f)    calls `f(storage)` for each storage that it makes or writes to

@@ -88,7 +88,7 @@ py::object Running::run(
     frame->forward.holds =
         frame->is_unrepeatable || Modes::around() || (region->may_stray() && !calls().executor.is_alone(frame->executor_));
     // an opaque region's tensors cannot be recomputed while its forward runs. Holding them does not raise the peak:
-    // backward runs the module again, and then holds as many
+    // backward runs the module again, and then holds as many tensors
     frame->forward.holds_meanwhile = region->asks.value_or(true) || region->opaque;
     region->is_undecided = false;
     frame->ambient.emplace(flow->device);
@@ -186,7 +186,8 @@ void Running::over() {
   if (!is_opaque || keeps) {
     state = py::none();
   }
-  // an opaque forward that has only shown the region's units does not count: `note_opaque` has not marked the region
+  // a forward does not count if it was opaque only because of functions that are units from the next forward on: then
+  // `note_opaque` has not marked the region as opaque
   region->seen = region->seen || !is_opaque || region->opaque;
   region->asks = region->asks.value_or(false);
   ++region->forwards;
@@ -249,7 +250,8 @@ void Running::restore() {
       replay();
       is_restored = true;
       return;
-    } catch (const Diverged&) { // `executor.restore`, below, calls `replay`, which throws this again, and handles it
+    } catch (const Diverged&) {
+      // below, `executor.restore` calls `replay`, which throws this error again; `executor.restore` then handles it
       failed_ = std::current_exception();
     } catch (const GroupGone&) {
       failed_ = std::current_exception();
@@ -338,8 +340,8 @@ std::vector<at::Tensor> Running::run_again(
 }
 
 py::tuple Running::arguments() {
-  // the pass may write through any argument, so all arguments in a storage that the forward wrote to share one copy of
-  // it
+  // the pass may write through any argument. So if the forward wrote to a storage, all arguments in it share one copy
+  // of it.
   std::map<int32_t, at::Tensor> copies;
   const auto written = [&](int32_t storage, const at::Tensor& former, const Geometry& geometry, bool requires_grad) {
     const auto copy = copies.try_emplace(storage).first;

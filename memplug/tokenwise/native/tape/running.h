@@ -21,8 +21,8 @@
 
 namespace memplug {
 
-// Holds Python's lock while it lives. Sets a pending Python error aside (the user's dispatch mode may have raised one),
-// and makes it pending again at the end.
+// Holds Python's lock while it lives. Sets aside a pending Python error, which the user's dispatch mode may have
+// raised, and makes it pending again at the end.
 struct __attribute__((visibility("hidden"))) Locked {
   pybind11::gil_scoped_acquire lock;
   pybind11::error_scope raised;
@@ -43,8 +43,8 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
       pybind11::object times);
 
   // Runs the module's own forward, `call`, in a new frame, and returns its result. `surroundings`: functions that
-  // restore the framework's state, for `restored` in memplug/tokenwise/engine/ambient.py. `state`: the call's Python
-  // state, a memplug.tokenwise.engine.state.CallState, if the forward may be opaque; else None.
+  // restore the framework's state, passed to `restored` in memplug/tokenwise/engine/ambient.py. `state`: the call's
+  // Python state, a memplug.tokenwise.engine.state.CallState, if the forward may be opaque; else None.
   static pybind11::object run(
       const std::shared_ptr<Flow>& flow,
       const std::shared_ptr<Region>& region,
@@ -64,19 +64,18 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   // Stops observing, once the forward has run or raised.
   void end();
 
-  // Returns the forward that this thread observes; null if there is none, or if an operator that began now would not be
-  // noted.
+  // Returns the forward that this thread observes; null if there is none, or while it notes no operators.
   static Running* observed();
 
-  // Returns the forward that this thread observes, even while no operators are noted; null if there is none.
+  // Returns the forward that this thread observes, also while it notes no operators; null if there is none.
   static Running* current();
 
   const pybind11::object& executor() const {
     return executor_;
   }
 
-  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: the overload of the operators that stand
-  // for the unit's parts. `name`: the unit's name. The other arguments are as in `UnitCall`.
+  // Runs a unit (unit.h) of the forward, and returns its result. `overload`: the kind of the unit's parts, such as
+  // "rows" (`part_operator`). `name`: the unit's name. The other arguments are as in `UnitCall`.
   pybind11::object run_unit(
       pybind11::object unit,
       const std::string& overload,
@@ -163,13 +162,13 @@ class __attribute__((visibility("hidden"))) Running final : public Frame {
   void remember(const at::Tensor& tensor);
   void note(const at::Tensor& tensor);
   void over();
-  std::string why_it_keeps() const; // the reason for `keeps`; empty if it is false
+  std::string why_it_keeps() const; // the reason why `keeps` is set; empty if it is not
 
   std::exception_ptr failed_; // the error of a failed pass, until `replay_with` throws it again
   pybind11::object executor_, region_object_;
   std::optional<Observer> observer_;
-  Running* outer_ = nullptr; // the forward that this one is nested in, which notes no operators meanwhile
-  std::map<size_t, UnitCall> units_; // by index of the unit's operator
+  Running* outer_ = nullptr; // the forward that this one is nested in; it notes no operators meanwhile
+  std::map<size_t, UnitCall> units_; // units that have run, by index of their operator
   std::vector<Item> items_;
   Containers arguments_, keywords_;
 };

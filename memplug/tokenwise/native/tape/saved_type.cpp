@@ -43,9 +43,9 @@ PyTypeObject* saved_type() {
   return type;
 }
 
-// A pack hook's reference to its frame. It is weak, since the hook may outlive the forward in a copy of the thread's
-// state: a collective's work object has such a copy, and a thread of the process group may drop it last. A frame must
-// not die on that thread.
+// A pack hook's reference to its frame. It is weak, since the hook may outlive the forward: a collective's work object
+// copies the thread's state, which includes the hook, and a thread of the process group may destroy that object. A
+// frame must not die on that thread.
 using Packs = std::weak_ptr<Frame>;
 
 template <typename Call>

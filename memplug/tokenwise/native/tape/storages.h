@@ -25,7 +25,7 @@ class Storages {
   // so no operator made it.
   int32_t add(const at::Tensor& tensor, bool given);
 
-  // Gives a tensor's storage the number of the storage that it replaces.
+  // Gives a tensor's storage `number`, which is the number of the storage that it replaces.
   void alias(const at::Tensor& tensor, int32_t number);
 
   void reserve(size_t count);
@@ -43,7 +43,7 @@ class Storages {
   // by number of the storage; a regathered parameter has a number of its own, even if it shares its storage
   std::vector<bool> given, regathered;
   std::vector<int64_t> nbytes;
-  std::vector<int64_t> origins; // the element of each storage that tensors' offsets count from
+  std::vector<int64_t> origins; // for each storage, the element that tensors' offsets count from
 
  private:
   // The bytes of a regathered parameter within a storage.

@@ -20,8 +20,8 @@ enum class Form : uint8_t { VIEW, WRITE, PURE, FIXED, EXCHANGE, VALUE };
 
 // The layout of a tensor within its storage.
 struct Geometry {
-  c10::SmallVector<int64_t, 4> size, stride; // elements
-  int64_t offset; // elements
+  c10::SmallVector<int64_t, 4> size, stride; // in elements
+  int64_t offset; // in elements
   at::ScalarType dtype;
   bool conj, neg; // torch's lazy bits: the values are the elements, conjugated or negated
   bool lies = true; // false for an irregular tensor (layouts.h), of which only `dtype` is set
@@ -31,11 +31,12 @@ struct Geometry {
   // Returns whether `tensor` has this layout, if its offset is counted from `origin`.
   bool is_of(const at::Tensor& tensor, int64_t origin = 0) const;
   bool operator==(const Geometry& other) const;
-  int64_t nbytes() const; // of the tensor's elements
+  int64_t nbytes() const; // bytes of the tensor's elements
 };
 
-// Where a tensor is among an operator's arguments or results. `position`: of the argument or result. `element`: index
-// in it if it is a list, else -1. `inner`: index in that element if it is a list, too, else -1.
+// Where a tensor is among an operator's arguments or results. `position`: index of the argument or result. `element`:
+// index within it if it is a list, else -1. `inner`: index within that element if the element is itself a list, else
+// -1.
 struct ArgumentPath {
   int32_t position, element = -1, inner = -1;
 
@@ -58,12 +59,12 @@ struct Record {
   const Operator* op;
   Form form;
   bool root; // the operator has effects beyond its outputs (`always_runs`)
-  bool draws; // it draws random numbers
+  bool draws; // the operator draws random numbers
   bool with_gradients; // gradients were enabled; the results of some kernels depend on it
   std::vector<c10::IValue> arguments; // from `without_tensors`
   std::vector<Use> inputs, outputs;
-  std::vector<int32_t> made; // numbers of storages; an exchange counts as the maker of those that it writes to
-  std::vector<int32_t> written; // numbers of storages
+  std::vector<int32_t> made; // storages that the operator makes; for an exchange, those that it writes to
+  std::vector<int32_t> written; // storages that the operator writes to
 
   // Returns whether a recompute pass runs the operator even if nothing needs its outputs.
   bool always_runs() const {
@@ -108,7 +109,7 @@ enum Opaque : uint32_t {
   RESHAPED = 1 << 4, // a tensor got other memory, or another layout, in place
   TRANSFORMED = 1 << 5, // a function transform, or forward-mode differentiation
   IRREGULAR = 1 << 6, // an operator made a tensor that no geometry describes (layouts.h)
-  NESTED = 1 << 7, // another region ran inside of it
+  NESTED = 1 << 7, // another region ran inside of the region
   ASKED = 1 << 8, // the forward asked for a gradient itself, which another thread computed
   CHANGED = 1 << 9, // a dispatch mode of the script changed an operator's arguments, effects or results
 };
@@ -119,15 +120,14 @@ enum Opaque : uint32_t {
 struct Tape {
   std::vector<Record> records;
   std::vector<Save> saves;
-  std::vector<bool> given; // by storage
-  std::vector<int64_t> nbytes; // by storage
-  // by storage: whether it is a parameter that ZeRO 3 gathers again, at another address, for backward
+  std::vector<bool> given; // for each storage, whether it is given
+  std::vector<int64_t> nbytes; // for each storage, its size in bytes
+  // for each storage, whether it is a parameter that ZeRO 3 gathers again, at another address, for backward
   std::vector<bool> regathered;
   uint32_t opaque = 0; // bits of `Opaque`
 
-  // Returns the index of the operator that launched the collective for which operator `index` waits; -1 if that
-  // operator is not on this tape, or if the collective is in place and another operator reads its memory before the
-  // wait.
+  // Returns the index of the operator that launched the collective for which operator `index` waits; -1 if the launch
+  // is not on this tape, or if the collective is in place and another operator reads its memory before the wait.
   int64_t launch_of(size_t index) const;
 
   // Returns the index of the operator that made the only storage that exchange `index` fills: a pass that substitutes

@@ -10,16 +10,16 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t MOST_SPANS = 1 << 18; // limit on the byte ranges of one view
+constexpr int64_t MOST_SPANS = 1 << 18; // limit on the number of byte ranges of one view
 
 struct Dimension {
   int64_t size, stride; // stride in bytes
 };
 
 // The bytes of a tensor within its storage. `dimensions`: those of more than one element, with the longest stride
-// first. A dimension that lies densely within another is merged with it.
+// first. A dimension that lies densely within another one is merged with that one.
 struct View {
-  int64_t offset = 0; // bytes
+  int64_t offset = 0; // in bytes
   c10::SmallVector<Dimension, 5> dimensions;
 
   static View of(const Geometry& geometry) {
@@ -55,7 +55,7 @@ struct View {
     return offset == 0 && dimensions.size() == 1 && dimensions[0].size == nbytes && dimensions[0].stride == 1;
   }
 
-  // Returns whether the view covers the same bytes in each piece of a storage of `nbytes` that is cut into pieces of
+  // Returns whether the view covers the same bytes in each piece, if a storage of `nbytes` is cut into pieces of
   // `piece` bytes.
   bool repeats(int64_t piece, int64_t nbytes) const {
     if (dimensions.empty() || dimensions[0].size * dimensions[0].stride != nbytes || piece % dimensions[0].stride != 0) {
@@ -117,7 +117,7 @@ bool overlap(const Spans& ones, const Spans& others) {
   return false;
 }
 
-// Returns the ranges of `ones`, without the bytes that `others` cover.
+// Returns the ranges of `ones` without the bytes of `others`.
 Spans without(const Spans& ones, const Spans& others) {
   Spans rest;
   auto other = others.begin();
@@ -138,8 +138,8 @@ Spans without(const Spans& ones, const Spans& others) {
   return rest;
 }
 
-// Reduces the accesses to the first row of a storage if each access is the same in every row, since a storage may have
-// millions of rows. Returns how many bytes of the storage are then to be examined.
+// Reduces the accesses to the first row of a storage, if each access is the same in every row: a storage may have
+// millions of rows. Returns the number of bytes that are left to examine, from the start of the storage.
 int64_t narrow(std::vector<Access>& accesses, int64_t nbytes) {
   for (;;) {
     int64_t piece = 0;
@@ -189,16 +189,18 @@ bool reads_unfilled(const std::vector<Access>& accesses, int64_t nbytes) {
   if (last == accesses.rend()) {
     return true;
   }
-  // at first leave out the reads after the last write: if they read single rows, `narrow` cannot reduce the accesses
+  // leave out, at first, all reads after the last write: `narrow` cannot reduce accesses if some of them read single
+  // rows
   const Contents filled = contents_after({accesses.begin(), last.base()}, nbytes);
   return filled == Contents::READ_BEFORE ||
       (filled == Contents::IN_PART && contents_after(accesses, nbytes) == Contents::READ_BEFORE);
 }
 
-// How an operator writes to a tensor: it also reads it, or overwrites a part, or overwrites all elements.
+// How an operator writes to a tensor. READS: it also reads the tensor. PART: it overwrites some elements. ALL: it
+// overwrites all of them.
 enum class Write : uint8_t { READS, PART, ALL };
 
-// Returns whether an operator is an in-place broadcast in which this rank receives.
+// Returns whether an operator is an in-place broadcast from another rank.
 bool receives(const Record& record) {
   const bool is_functional = record.op->schema_name == "_c10d_functional::broadcast_";
   if (!is_functional && record.op->schema_name != "c10d::broadcast_") {
@@ -208,8 +210,8 @@ bool receives(const Record& record) {
   return rank >= 0 && rank != record.arguments[is_functional ? 1 : 2].toInt();
 }
 
-// Returns whether an operator that writes by indices overwrites the whole tensor. Compares the numbers of elements, and
-// assumes that the indices are distinct, as in a permutation.
+// Returns whether an operator that writes by indices overwrites the whole tensor. Compares the number of elements that
+// it writes with that of the tensor, and assumes that the indices are distinct, as in a permutation.
 bool scatters_to_all(const Record& record, const Use& written) {
   const auto counted = std::find_if(record.inputs.begin(), record.inputs.end(), [&](const Use& use) {
     return use.path.position == record.op->scattered;
@@ -239,7 +241,7 @@ bool is_empty(const Geometry& geometry) {
 } // namespace
 
 bool has_unfilled(const Tape& tape) {
-  std::map<int32_t, std::vector<Access>> blank; // by storage, in program order
+  std::map<int32_t, std::vector<Access>> blank; // accesses to requested memory, by storage, in program order
   const auto add = [&](const Use& use, bool fills) {
     const auto found = blank.find(use.storage);
     if (found != blank.end() && !is_empty(use.geometry)) {
@@ -261,7 +263,7 @@ bool has_unfilled(const Tape& tape) {
     for (const bool writing : {false, true}) { // an operator reads before it writes
       for (const Use& use : record.inputs) {
         if (op.has(UNIT) && !op.writes_to(use.path.position) && record.writes(use.storage)) {
-          continue; // a unit's operator lists a tensor that it writes to twice; only the second entry counts
+          continue; // a unit's operator also lists written tensors in its second list; only that counts
         }
         const Write write = op.writes_to(use.path.position) ? write_of(record, use) : Write::READS;
         if (write == (writing ? Write::ALL : Write::READS)) {

@@ -75,7 +75,7 @@ struct Count {
   c10::VariableVersion counter;
   // the first tensor with this counter that the forward met, for the message
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> first;
-  size_t met; // number of operators begun when the forward met it, including the operator that reads it
+  size_t met; // number of operators begun when the forward met `first`, including the operator that reads it
   bool in_unit; // only a unit reads the tensor
   uint32_t version = 0; // the counter's value at the end of the forward
 };

@@ -1,5 +1,5 @@
 // Withheld tensors (memplug/hooks/withheld.py): a region's forward put them into an argument, such as a key-value
-// cache, which does not keep them. memplug can recompute them while their autograd graph exists.
+// cache, but the argument does not keep them. memplug can recompute them while their autograd graph exists.
 #include <pybind11/stl.h>
 
 #include <memory>

@@ -74,7 +74,7 @@ void Running::remember(const at::Tensor& tensor) {
     const at::Tensor* const held = item.held != nullptr ? &item.held->tensor : nullptr;
     if (held != nullptr && is_plain(*held) && held->is_alias_of(tensor)) {
       item.held->before_write();
-      if (input_of(item.storage) == nullptr) { // if not null, another argument in this memory was swapped
+      if (input_of(item.storage) == nullptr) { // no other argument in this memory was swapped
         written.emplace(item.storage, item.held);
       }
     }

@@ -134,7 +134,7 @@ void Flow::pump(Frame& frame, int64_t largest_bytes) {
         note_held(frame);
         return;
       }
-      // remove it before the copy: a device implemented in Python may let another thread run meanwhile
+      // remove the tensor before the copy: a device implemented in Python may let another thread run meanwhile
       ahead->todo.pop_back();
       --ledger->waiting;
       transfer->prefetch(*part);
@@ -148,10 +148,11 @@ void Flow::pump(Frame& frame, int64_t largest_bytes) {
   note_held(frame);
 }
 
-// Returns whether a tensor may be prefetched before its frame's backward asks for it. `pending_bytes`: bytes that stay
+// Returns whether a tensor may be prefetched before its frame's backward begins. `pending_bytes`: bytes that must stay
 // free for recompute passes. `largest_bytes`: size of the largest saved tensor that the running backward has yet to
-// read. A tensor larger than that gets the limit for `largest_bytes`, which is higher than the usual one: under the
-// usual limit it would come last, since the release of smaller tensors makes no room for it.
+// read. A tensor larger than that may use the limit for `largest_bytes`, which is higher than the usual limit, the one
+// for `largest_saved_bytes`. Under the usual limit such a tensor would be prefetched last, since the release of smaller
+// tensors makes no room for it.
 bool Flow::has_room(const Swapped& part, int64_t pending_bytes, int64_t largest_bytes) {
   if (const auto* const buffers = transfer->buffers_of(part)) {
     return buffers->has_room(part.frame, part.nbytes);

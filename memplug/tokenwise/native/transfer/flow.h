@@ -23,10 +23,9 @@ class Frame;
 // The frames of one executor, over all of its regions. Guarded by Python's lock, which the caller holds.
 class Flow {
  public:
-  // `device`: where the training runs. `min_offload_bytes`: smaller tensors stay on the device. `buffers`: how many
-  // frames have their captured tensors on the device at a time, and the number of rounding buffers. `regathers`:
-  // parameters are gathered for each use (ZeRO 3), so every region runs its recompute pass on every rank, whatever it
-  // swaps.
+  // `device`: the device that trains. `min_offload_bytes`: smaller tensors stay on the device. `buffers`: most frames
+  // with captured tensors on the device at a time; also the number of rounding buffers. `regathers`: parameters are
+  // gathered for each use (ZeRO 3), so every region runs its recompute pass on every rank, whatever each rank swaps.
   Flow(
       std::shared_ptr<Transfer> transfer,
       c10::Device device,
@@ -58,8 +57,8 @@ class Flow {
   // Registers a frame whose forward begins, as the newest on its thread.
   void begin(const std::shared_ptr<Frame>& frame);
 
-  // Lets each other frame in flight save a tensor's value if it needs that value. Called before the forward of `by`
-  // writes to the tensor, which existed before that forward.
+  // Called before the forward of `by` writes to a tensor that existed before that forward. Lets all other frames in
+  // flight save the tensor's value if they need it.
   void before_write(const Frame& by, const at::Tensor& tensor);
   // Counts the bytes of a frame whose forward has ended. If its region `offloads_late`, releases all other frames.
   void end(Frame& frame);
@@ -86,9 +85,9 @@ class Flow {
   // Counts a forward in `expected_bytes`, or in `unplanned` if the region has no `forward_bytes`.
   void expect(const Region& region);
 
-  // Prefetches the tensors that backward needs next: all those of `frame`, then those of earlier frames as long as
-  // there is room in the rounding buffers, or, without rounding buffers, below `limit_bytes`. `largest_bytes`: size of
-  // the largest saved tensor that the frame's backward has yet to read.
+  // Prefetches the tensors that backward needs next: all those of `frame`, then those of earlier frames while there is
+  // room. Room means space in the rounding buffers if there are any, and otherwise bytes below `limit_bytes`.
+  // `largest_bytes`: size of the largest saved tensor that the frame's backward has yet to read.
   void pump(Frame& frame, int64_t largest_bytes);
 
   // Reserves rounding buffers of `nbytes` each; see `Transfer::reserve`.
@@ -96,19 +95,19 @@ class Flow {
     return transfer->reserve(buffers_, nbytes);
   }
 
-  // Releases the oldest frames while saved tensors on the device exceed `limit_bytes`; does nothing before the first
-  // forward has ended, since there is no limit yet. Outputs that `frame` keeps count as if they had yet to be
-  // recomputed, so that a plan that keeps outputs has no more bytes in flight than one that recomputes them.
+  // Releases the oldest frames while saved tensors on the device exceed `limit_bytes`. Does nothing before the first
+  // forward has ended, since there is no limit yet. Counts the outputs that `frame` keeps, as it counts those that have
+  // yet to be recomputed. So a plan that keeps outputs has no more bytes in flight than one that recomputes them.
   void trim(const Frame& frame);
 
   // Returns how many bytes of saved tensors may be on the device without raising the peak above that of full
   // recomputation.
   //
-  // At its peak full recomputation holds every region's input, and all saved tensors of one region. When its backward
-  // needs memory for gradients, it has released some of these tensors. So the limit leaves room for three gradients of
-  // `largest_bytes`, the size of the largest saved tensor that backward has yet to read. The limit is lower if the plan
-  // in force has promised less (`most_held_bytes`), and higher by the swapped bytes that the plan allows on the device
-  // besides (`granted_bytes`).
+  // At its peak full recomputation holds every region's input, and all saved tensors of one region. When the backward
+  // of that region needs memory for gradients, it has released some of these tensors. So the limit leaves room for
+  // three gradients of `largest_bytes`, the size of the largest saved tensor that backward has yet to read. The plan in
+  // force may have promised a lower limit (`most_held_bytes`). The swapped bytes that the plan allows on the device in
+  // addition (`granted_bytes`) come on top.
   int64_t limit_bytes(int64_t largest_bytes) const {
     const int64_t limit = largest_region_bytes + peak_input_bytes - kTemporaries * largest_bytes;
     return std::min(limit, most_held_bytes.value_or(limit)) + granted_bytes;
@@ -124,25 +123,27 @@ class Flow {
   const c10::Device device;
   const bool regathers;
   std::shared_ptr<Ledger> ledger = std::make_shared<Ledger>();
-  double share = 1; // factor for each region's planned rows to swap: below 1 once host memory has run out
+  double share = 1; // factor on the number of rows that each decision swaps; below 1 once host memory has run out
   // most bytes of one forward's saved tensors, and of one saved tensor
   int64_t largest_region_bytes = 0, largest_saved_bytes = 0;
-  int64_t peak_held_bytes = 0; // peak of `held_bytes`, plus the bytes that the frame had yet to recompute
-  std::optional<int64_t> most_held_bytes; // limit of `held_bytes` that a plan has promised
+  int64_t peak_held_bytes = 0; // peak of `held_bytes` plus the bytes that the running frame had yet to recompute
+  // most `held_bytes` that the plan in force has promised; none without a promise
+  std::optional<int64_t> most_held_bytes;
   int64_t granted_bytes = 0; // swapped bytes that the plan allows on the device above the limit
-  // most bytes that one frame's backward needs of swapped tensors, each tensor rounded up to whole blocks
+  // most bytes of swapped tensors that the backward of one frame needs, each tensor rounded up to whole blocks
   int64_t largest_frame_bytes = 0;
   int64_t forwards = 0; // number of forwards so far
   std::unordered_set<Frame*> live; // frames in flight
-  int64_t input_bytes = 0, peak_input_bytes = 0; // bytes of swapped inputs of the forwards in flight: now, and at most
+  // bytes of swapped inputs of the forwards in flight at present, and their peak
+  int64_t input_bytes = 0, peak_input_bytes = 0;
   int64_t expected_bytes = 0; // bytes that the forwards so far should have offloaded by their plans
   int64_t unplanned = 0; // number of forwards of regions without `forward_bytes`
-  int64_t strayed = 0; // number of forwards whose tape differed from that of their plan
+  int64_t strayed = 0; // number of forwards whose tape differed from the one that their plan was made from
 
  private:
   // most tapes for one class of regions, since input shapes may alternate (training, validation)
   static constexpr size_t kTapes = 4;
-  // most large gradients at a time in backward: those of a gated MLP's product and of its two factors
+  // most large gradients that backward needs at a time: those of a gated MLP's product and of its two factors
   static constexpr int64_t kTemporaries = 3;
 
   void release_oldest();

@@ -14,8 +14,8 @@ RoundingBuffers::RoundingBuffers(Streams& streams, const StreamRef& stream, size
   }
 }
 
-// Returns the buffer that the frame already uses if it has room, else the first free buffer with room, starting with
-// the one whose turn it is; null if there is none.
+// Returns the buffer that the frame already uses, if it has room. Otherwise returns the first free buffer with room,
+// beginning with the buffer whose turn it is; null if there is none.
 std::shared_ptr<RoundingBuffers::RoundingBuffer> RoundingBuffers::find(int64_t frame, int64_t nbytes) const {
   for (const auto& buffer : buffers_) {
     if (buffer->frame == frame && buffer->is_in_use() && buffer->has_room(buffer->used_bytes, nbytes)) {

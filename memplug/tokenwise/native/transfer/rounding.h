@@ -35,8 +35,8 @@ class RoundingBuffers {
   // Returns an uninitialized tensor for the frame; undefined if there is no room.
   at::Tensor take(int64_t frame, const Geometry& geometry, int64_t nbytes);
 
-  // Records `reader` as a user of the buffers with the allocator: once freed, their memory is reused only after the
-  // work that is queued on `reader` by then.
+  // Records `reader` as a user of the buffers with the allocator. Once the buffers are freed, the allocator reuses
+  // their memory only after the work that was queued on `reader` at that time.
   void use_on(Streams& streams, const StreamRef& reader) const;
 
   // Returns the bytes of all buffers together.
@@ -61,7 +61,7 @@ class RoundingBuffers {
 
   std::shared_ptr<RoundingBuffer> find(int64_t frame, int64_t nbytes) const;
 
-  std::vector<std::shared_ptr<RoundingBuffer>> buffers_; // the tensors in a buffer own it too
+  std::vector<std::shared_ptr<RoundingBuffer>> buffers_; // a buffer lives as long as a tensor in it
 };
 
 } // namespace memplug

@@ -217,7 +217,7 @@ bool Transfer::reserve(size_t count, int64_t nbytes) {
     return true;
   }
   const StreamRef current = streams_.current(), stream = copies.users().empty() ? current : copies.users().front();
-  // free memory may last have been used on the current stream, so the buffers' stream waits for that stream
+  // the free memory that the buffers get may last have been used on the current stream, so their stream waits for it
   if (!streams_.same(stream, current)) {
     streams_.wait(stream, streams_.record(current), Wait::PREFETCH_FOR_COMPUTE);
   }
@@ -289,7 +289,7 @@ bool is_dense(const at::Tensor& tensor) {
 }
 
 at::Tensor alias_of(const at::Tensor& tensor) {
-  // bypass dispatch modes, which would make the alias inside of their transforms
+  // bypass dispatch modes, which might return another tensor than an alias
   std::optional<c10::impl::ExcludeDispatchKeyGuard> past_modes;
   if (!tensor.key_set().has(c10::DispatchKey::Python)) {
     past_modes.emplace(c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));

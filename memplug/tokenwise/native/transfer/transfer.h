@@ -71,8 +71,8 @@ struct Swapped {
   bool whole() const {
     return rows == geometry.size[0];
   }
-  // Returns whether only the host has the tensor. False also for a tensor that is gone: a backward that did not keep
-  // its graph dropped it before any copy out.
+  // Returns whether only the host has the tensor. Returns false also for a tensor that is gone, since a backward that
+  // did not keep its graph dropped it before any copy out.
   bool is_away() const {
     return !tensor.defined() && slot.has_value();
   }
@@ -81,17 +81,18 @@ struct Swapped {
 
   std::shared_ptr<Transfer> transfer;
   int64_t order = 0; // number of the copy out, in the order in which copies out start
-  at::Tensor tensor; // on the device, undefined while away; dense, covers its storage from offset 0
+  // the tensor on the device; undefined while it is away. It is dense, and covers its storage from offset 0.
+  at::Tensor tensor;
   Geometry geometry;
   int64_t nbytes, rows; // bytes of all rows; number of rows that are copied to the host
   std::optional<Slot> slot; // place of the rows on the host; none until the copy out starts
-  std::optional<Slot> promised; // place on the host reserved for the rows, while the tensor is `UNREAD`
+  std::optional<Slot> promised; // place on the host that is reserved for the rows of an `UNREAD` tensor
   Ready ready = Ready::READ;
-  // true: `tensor` is the original, or a copy on the device, with all rows; false: it was released, and once prefetched
-  // has rows `[0, rows)` only
+  // true: `tensor` has all rows; it is the original, or a copy of it on the device. false: the original was released;
+  // once prefetched, `tensor` has only rows `[0, rows)`.
   bool resident = true;
-  // written in place after it was captured; the capture has the value from before, and only a recompute pass can repeat
-  // the write
+  // the tensor was written to in place after it was captured: the capture has the value from before, and only a
+  // recompute pass can repeat the write
   bool mutated = false;
   EventRef offloaded, prefetched; // ends of copies for which the tensor's stream has not waited yet
   uint32_t version; // the tensor's version when it was captured
@@ -107,8 +108,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
       : copies(std::move(streams), std::move(store)), streams_(copies.streams()) {}
 
   // Starts copying rows `[0, rows)` of a dense device tensor to the host. Returns null if host memory is full. `later`:
-  // start only when the tensor's device memory has to be released, which may never happen. `unread`: start in
-  // `note_read` at the earliest.
+  // start only when the tensor's device memory has to be released, which may never happen. `unread`: no operator has
+  // read the tensor yet, so start in `note_read` at the earliest.
   std::shared_ptr<Swapped> offload(const at::Tensor& tensor, int64_t rows, bool later, bool unread = false);
 
   // Notes that an operator reads the tensor on the current stream, which therefore has waited for the stream that made
@@ -120,13 +121,13 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // `before_write`, since its copy may have the old or the new value.
   void release(std::vector<std::shared_ptr<Swapped>> group);
 
-  // Prepares a captured tensor for an in-place write. If its copy out has started, makes its stream and the current
-  // stream wait for the copy, and gives up the device memory. Otherwise copies the tensor to other device memory.
+  // Prepares a captured tensor for an in-place write. If the copy out has started, makes the tensor's stream and the
+  // current stream wait for it, and gives up the device memory. Otherwise copies the tensor to other device memory.
   void before_write(Swapped& swapped);
 
-  // Starts prefetching a tensor if it is away, into a rounding buffer, or into new memory if no buffer has room. The
-  // memory it takes is that of all rows, not only of those on the host. Throws `DETACHED` after `close`, and
-  // `SWAPPED_IS_GONE` for a tensor without host rows.
+  // Starts prefetching a tensor if it is away, into a rounding buffer, or into new memory if no buffer has room. Takes
+  // memory for all rows, not only for those on the host. Throws `DETACHED` after `close`, and `SWAPPED_IS_GONE` for a
+  // tensor without host rows.
   void prefetch(Swapped& swapped);
 
   // Replaces the rounding buffers by `count` buffers of `nbytes` each, or by none if either is 0. Tensors in the former
@@ -140,8 +141,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   // stream and the current stream may read these rows from now on.
   std::pair<at::Tensor, int64_t> acquire(Swapped& swapped);
 
-  // Orders a read of a tensor on the current stream. If `owner`, the owner of its memory, is another stream, the
-  // current stream waits for it, and the memory is reused only after the read.
+  // Orders a read of a tensor on the current stream. If `owner`, which owns the tensor's memory, is another stream,
+  // makes the current stream wait for it, and lets the allocator reuse the memory only after the read.
   void order_use(const at::Tensor& tensor, const StreamRef& owner);
 
   // Drops the tensor's device memory, after the last use in this backward. Rows on the host stay for a later backward.
@@ -162,7 +163,7 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
     return rounding_ ? rounding_->nbytes() : 0;
   }
 
-  Copies copies; // its `drain` frees the memory of dead tensors
+  Copies copies; // `Copies::drain` frees the memory of dead tensors
   int64_t prefetched_bytes = 0; // bytes on the device of prefetched tensors, until dropped
   int64_t resident_bytes = 0; // bytes on the device of captured tensors, until released
   int64_t offloads = 0; // number of copies out

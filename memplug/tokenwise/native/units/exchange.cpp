@@ -77,7 +77,8 @@ int64_t async_op_of(const c10::OperatorHandle& op) {
   return -1;
 }
 
-// Runs an exchange. On a watched thread, waits for it if the caller would wait at once (`async_op=False`).
+// Runs an exchange. On a thread for which `sees_operators` returns true, waits for it if the caller would wait at once
+// (`async_op=False`).
 void exchange(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const c10::IValue& async_op = (*stack)[stack->size() - schema.arguments().size() + async_op_of(op)];

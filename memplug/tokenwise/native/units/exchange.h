@@ -25,9 +25,10 @@ int64_t rank_in(const c10::IValue& kept);
 // torch boxes an object anew for each call, so the boxes cannot be compared.
 bool same_object(const c10::IValue& one, const c10::IValue& other);
 
-// Puts a kernel before each exchange. On threads for which `is_watched` returns true, this kernel waits for the
-// exchange before the operator returns, if the caller would wait at once (`async_op=False`). Some back ends copy the
-// result in the wait; no operator of the region would show that copy.
+// Registers for each exchange a kernel that torch calls first, and that then runs the exchange. If the caller would
+// wait at once (`async_op=False`), the kernel waits before it returns. It does so only on threads for which
+// `is_watched` returns true. Some back ends copy the result during the wait; no operator of the region would show that
+// copy.
 void stand_before_exchanges(bool (*is_watched)());
 
 // Undoes `stand_before_exchanges`. No exchange may run meanwhile.

@@ -65,7 +65,7 @@ std::vector<Source> Forward::end_unit(
     note(tensor, {true, static_cast<size_t>(save - saved.begin()) - first});
   }
   for (size_t i = 0; i < returned.size(); ++i) {
-    // a call may return a parameter, such as a bias that later code adds
+    // a parameter that the call returns, such as a bias that later code adds, is no part of the unit
     const bool is_parameter = returned[i].is_leaf() && returned[i].requires_grad();
     if (storages.find(returned[i]) < 0 && !is_parameter) {
       note(returned[i], {false, i});

@@ -29,7 +29,7 @@ struct __attribute__((visibility("hidden"))) UnitCall {
   pybind11::object state; // the Python state in which the unit ran, to run it again in
   pybind11::object surroundings; // see `Running::run`
   Ambient ambient;
-  bool with_gradients; // gradients were enabled
+  bool with_gradients; // gradients were enabled during the call
   Containers arguments = {}, keywords = {};
   // the values in the containers, in order; null for the unit's input tensors
   std::vector<pybind11::object> values = {};
@@ -42,8 +42,8 @@ struct __attribute__((visibility("hidden"))) UnitCall {
   size_t saved = 0; // number of tensors that the unit saved
 };
 
-// Returns the operator that stands for a unit. `overload`: the overload of its parts' operators. `writes`: the unit
-// writes to its inputs.
+// Returns the operator that stands for a unit. `overload`: the kind of the unit's parts, as in `part_operator`.
+// `writes`: the unit writes to its inputs.
 const Operator& unit_operator(const std::string& overload, bool writes);
 
 // Returns the operator that stands for a part of a unit. `overload`: the kind of the part, such as "rows".

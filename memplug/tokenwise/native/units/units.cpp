@@ -20,7 +20,8 @@ TORCH_LIBRARY(memplug, library) {
   for (const char* const overload : {"", ".shared"}) {
     library.def((std::string("unit") + overload + "(Tensor[] given, str name) -> Tensor").c_str());
   }
-  library.def("unit_(Tensor[] given, str name, Tensor(a!)[] written) -> Tensor"); // `written`: a part of `given`
+  // `written`: those tensors of `given` that the unit writes to
+  library.def("unit_(Tensor[] given, str name, Tensor(a!)[] written) -> Tensor");
   for (const char* const overload :
        {"", ".rows", ".whole", ".attention", ".choice", ".shared", ".whole_shared", ".attention_shared", ".exchange"}) {
     library.def((std::string("of_unit") + overload + "(Tensor unit, int ordinal) -> Tensor").c_str());
