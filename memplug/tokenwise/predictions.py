@@ -26,7 +26,7 @@ class Predictions:
 
     Attributes:
         expected_bytes: predicted bytes of the last compared step; None until a step under this plan was compared.
-        offloaded_bytes: bytes that this step offloaded; None until then.
+        offloaded_bytes: bytes that the last compared step offloaded; None until then.
     """
 
     def __init__(self, executor: Executor):
