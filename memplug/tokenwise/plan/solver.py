@@ -227,8 +227,8 @@ class _Search:
         """Solve the program of one cut. If its plan exceeds a budget, solve a stricter program.
 
         A plan must not exceed a budget by a single byte. But HiGHS satisfies a row only to about 1e-6, and the program
-        counts padding and bytes in flight in proportion to the swapped share of a tensor. So further attempts count
-        each tensor in flight whole, which is slower, and add a margin.
+        counts padding and bytes in flight in proportion to the swapped share of a tensor. So further attempts add a
+        margin, and count each tensor in flight whole, which is slower to solve.
 
         Returns:
             The plan; None if no attempt finds one within the budgets.
