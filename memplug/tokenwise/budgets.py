@@ -62,11 +62,11 @@ class DeviceBudget:
         """Return the bytes that a plan may keep on the device.
 
         This is the budget less the bytes that a step at the safest setting needs. If the peak of that step is unknown,
-        the reserved peak of the whole run counts instead. The run's peak includes outputs kept under earlier plans, so
-        a second plan then keeps less than it could.
+        the reserved peak of the whole run counts instead. That peak includes outputs kept under earlier plans, so later
+        plans keep less than they could.
 
-        On the CPU, device memory is host memory: if "device_budget_gib" is "auto", a plan keeps nothing. If it is a
-        number and the peak is unknown, a plan may keep the whole budget.
+        On the CPU, device memory is host memory: if "device_budget_gib" is "auto", a plan keeps nothing. If the
+        budget is a number and the peak is unknown, a plan may keep the whole budget.
 
         Args:
             observed_peak_bytes: peak of the allocated bytes in the step at the safest setting; None: unknown.
@@ -135,7 +135,7 @@ class DeviceBudget:
 
         Args:
             buffer_bytes: size of all buffers together.
-            more_bytes: growth of that size since earlier buffers, which the reserved peak already includes.
+            more_bytes: growth over the largest earlier buffers, which the reserved peak already includes.
             step_bytes: predicted bytes of a step without buffers; None: unknown.
         """
         if self.nbytes is not None and step_bytes is not None and step_bytes + buffer_bytes > self.nbytes:

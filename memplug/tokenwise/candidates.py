@@ -21,10 +21,10 @@ class SolveTask:
 
     Attributes:
         regions: the regions as this rank measured them; only the measurements of the rank `solver` count.
-        budget: the smallest rates, host bytes and device bytes of these ranks.
+        budget: the smallest rates, host bytes and device bytes among the ranks that share the problem.
         fraction: MEMO's fraction, the smallest of all ranks; None: solve for plans around the optimum.
         most: maximum number of plans to try.
-        solver: the lowest of these ranks, which solves the problem for all of them.
+        solver: the lowest rank that shares the problem; it solves the problem for all of them.
     """
 
     regions: list[plan.PlannedRegion]
@@ -134,7 +134,7 @@ def _solve_around(regions: list[plan.PlannedRegion], budget: plan.Budget, factor
 
 
 def _choices(solution: plan.TokenwisePlan) -> Any:
-    """Return a plan's choices, to compare plans; fractions are rounded, since smaller differences change no time."""
+    """Return a plan's decisions, to compare plans; fractions are rounded, since tiny differences change no time."""
     return [
         (
             group.instances,

@@ -44,7 +44,7 @@ class AlphaCheck:
     Attributes:
         by_link: the largest fraction whose copies fit into each region's forward on every rank; None until the check
             has been made.
-        by_host: the largest fraction that fits the host budget of every rank; None until then.
+        by_host: the largest fraction that fits the host budget of every rank; None until the check has been made.
     """
 
     def __init__(
@@ -139,8 +139,9 @@ def unhindered_s(tape: Tape, seconds: planning.Seconds) -> float:
 
     If these waits counted, a slow link would lengthen the forward until the copies fit into it. The forward may wait in
     three places: after a captured operator, since the capture may release an earlier region's memory; before an
-    operator that writes in place; and at the end. Gaps in these places are cut to the median of all other gaps between
-    operators. The gap after an exchange with other ranks counts in full, since there the forward waits for these ranks.
+    operator that writes in place; and at the end. In these places the time between two operators, a gap, is cut to the
+    median of all other gaps. The gap after an exchange with other ranks counts in full, since there the forward waits
+    for these ranks.
     """
     begin, end = tape.span
     gaps = [
