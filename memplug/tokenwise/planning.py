@@ -36,8 +36,8 @@ class StepObserver:
 
     Attributes:
         tapes: last tape of each region.
-        input_bytes: bytes of the inputs that one forward swaps; the mean over the region's forwards, since in some of
-            them an input may need no gradient.
+        input_bytes: bytes of the inputs that one forward swaps; the mean over the region's forwards, since not all of
+            them swap the same inputs.
         largest_input_bytes: bytes of the inputs that one forward swaps; maximum over the region's forwards.
         input_tensors: number of inputs that one forward swaps; maximum over the region's forwards.
         given_bytes: bytes of all tensors among a forward's arguments; maximum over the region's forwards.

@@ -40,8 +40,8 @@ class Trial:
 
     seconds: float
     fits: bool
-    """Whether the step fit the memory: the host refused no rows, and the device's peak exceeded neither the plan's
-    prediction (plus `PEAK_SLACK`) nor, if the prediction is within the budget, the budget."""
+    """Whether the host refused no rows, and the device's peak stayed within the plan's prediction (plus `PEAK_SLACK`).
+    The peak must also stay within the budget, unless even the prediction exceeds the budget."""
     device_bytes: int
     """Bytes that the plan keeps on the device."""
 
@@ -134,8 +134,8 @@ class PlanSearch:
         """Process a finished step of the program.
 
         Returns:
-            The decisions, or None while the search goes on. Then the regions run the next step by the next plan, or at
-            the safest setting while there is no plan.
+            The decisions, or None while the search goes on. While it does, the regions run the next step by the next
+            plan to try, or at the safest setting if there is no plan yet.
         """
         self.executor.device.synchronize()
         seconds = self.executor.device.now_s() - self._begun
