@@ -118,9 +118,9 @@ def passes_s(
     differences between regions, and backward takes longer than forward. For equal layers this is MEMO's constraint.
 
     A region's first group may have other decisions than its last one. In forward, copies of the first groups may still
-    run while the last groups run. In backward, the last groups run first, while copies of the first groups may start.
-    Tensors that wait for these copies take device memory: at most the bytes that the first groups' kept outputs leave
-    free. Copies of the last groups never overlap with compute of the first groups.
+    run during the last groups. In backward, copies of the first groups may run ahead, during the last groups. The
+    tensors of these copies take device memory: at most the bytes that the first groups' kept outputs leave free. Copies
+    of the last groups never overlap with compute of the first groups.
 
     Args:
         first: amounts of the first groups of all regions.

@@ -23,7 +23,7 @@ class LinearProgram:
 
     Attributes:
         unit_s: the unit of time in rows and in the objective, in seconds; chosen to bring their numbers near 1.
-        unit_bytes: the unit of memory there, in bytes, for the same reason.
+        unit_bytes: the unit of memory in rows and in the objective, in bytes; chosen for the same reason.
         cost: coefficient of each column in the objective, which is minimized.
     """
 

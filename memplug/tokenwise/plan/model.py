@@ -156,7 +156,8 @@ class Group:
     keep: frozenset[int]
     """Indices of the operators whose outputs are kept on the device."""
     runs: frozenset[int]
-    """Indices of the operators that the recompute pass runs; an operator in `fractions` runs on the other rows only."""
+    """Indices of the operators that the recompute pass runs. Operators in `fractions` run only on rows that are not
+    swapped."""
     swapped_bytes: int
     """Bytes swapped, the region's input not included."""
     kept_bytes: int

@@ -33,7 +33,7 @@ def solve(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan | N
 
 
 def solve_partly(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan | None:
-    """Return the plan with as many plain instances, which run as without memplug, as the device can hold.
+    """Return the plan with as many plain instances as the device can hold; these run as without memplug.
 
     The last instances of each region are plain, the same share in every region. All other instances are planned within
     the device bytes that remain.

@@ -72,10 +72,7 @@ class Passes:
         return actions
 
     def _flat(self, storages: Sequence[Iterable[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ends, numbers): `storages` as one flat list of numbers, and the index at which each operator's end.
-
-        The numbers replace ids of storages, without gaps.
-        """
+        """Return (ends, numbers): all operators' storages, numbered without gaps, and where those of each one end."""
         numbers = [[self._numbers.setdefault(each, len(self._numbers)) for each in some] for some in storages]
         return np.array([*accumulate(map(len, numbers))], np.int32), np.array([*sum(numbers, [])], np.int32)
 
