@@ -70,5 +70,5 @@ def _predicted(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _cut(name: str) -> str:
-    """Cut the start of a long name off, to leave room for its bar."""
+    """Cut off the start of a long name, to leave room for its bar."""
     return name if len(name) <= _LETTERS_AT_MOST else "…" + name[1 - _LETTERS_AT_MOST :]

@@ -140,7 +140,7 @@ def _region(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def _region_rows(regions: list[dict[str, Any]]) -> Rows:
-    """Return a line for each run of neighbouring regions with equal decisions; past a limit, one line sums up the rest."""
+    """Return lines, one for each run of neighbouring regions with equal decisions; the last may sum up all others."""
     names = [region["name"] for region in regions]
     short = dict(zip(names, short_region_names(names), strict=True))
 
