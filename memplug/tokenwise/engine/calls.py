@@ -94,7 +94,7 @@ class UnitCalls(ABC):
 
     Attributes:
         writes: indices, among the tensors of the arguments, of those that the unit writes to.
-        writes_unsaid: whether the unit may write to arguments that it returns without advancing their versions.
+        writes_unsaid: whether the unit may write, without advancing versions, to arguments that it returns.
         puts_back: whether the unit may draw random numbers and then restore the generator's state.
         reads: returns the parameters that the unit reads besides its arguments; called before the unit runs.
         lasting: returns tensors that outlive the call; called after the unit has run.

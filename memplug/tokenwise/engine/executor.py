@@ -83,8 +83,8 @@ class Executor(ExecutorCalls):
         device: the device that trains.
         host_budget_bytes: limit of the pinned pool.
         min_offload_bytes: smaller tensors stay on the device.
-        regathers: whether forward gathers parameters (ZeRO 3). Then every region runs its recompute pass on every rank,
-            however much is swapped.
+        regathers: whether forward gathers parameters (ZeRO 3). If so, every region runs its recompute pass on every
+            rank, however much is swapped.
         buffers: number of regions whose captured tensors may be on the device at a time in forward. It is also the
             number of rounding buffers that `flow.reserve` makes.
         hooks: functions of the session and of frameworks, for the executor to call.
@@ -128,7 +128,7 @@ class Executor(ExecutorCalls):
         self._stop_watching.atexit = False
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
-        """Take device times around every operator of a region, from the next forward on.
+        """Take device times around every operator of all regions, from the next forward on.
 
         Args:
             listener: gets each timed region with its frame and tape; None: stop taking times.
@@ -326,7 +326,7 @@ class Executor(ExecutorCalls):
         try:
             replay()
         except self.core.Diverged as divergence:
-            launches = frame.has_launches  # whether a captured result stands for a collective
+            launches = frame.has_launches  # whether captured results replace collectives
             if not launches:
                 frame.decide({}, [])  # substitute nothing: the next pass runs all operators
                 launches = frame.communicates

@@ -56,7 +56,7 @@ class HiddenFunctions:
         self._executor = executor
         self._units: dict[type, Unit] = {}
         self._visible: set[type] = set()
-        self._writes_nothing: set[type] = set()  # write to no argument while gradients are disabled
+        self._writes_nothing: set[type] = set()  # these write to no argument if gradients are disabled
         self._found = self._told = 0
         self._is_on = True
 

@@ -175,7 +175,7 @@ def is_exchange(func: Any) -> bool:
 def fills(func: Any) -> bool:
     """Return whether the operator writes all elements of the tensors that it writes to, and reads none of them.
 
-    memplug assumes so of operators that are not torch's own, unless their names say that they work in place.
+    memplug assumes this of operators that are not torch's own, unless their names say that they work in place.
     """
     if not is_mutable(func) or is_exchange(func):
         return is_exchange(func) and func._schema.name not in _READS_WRITTEN

@@ -197,7 +197,7 @@ def _write_object(live: Any, state: dict[str, Any]) -> None:
 
 @_once_for_each_class
 def _slots(cls: type) -> frozenset[str]:
-    """Return the names of members that a class and its bases keep in slots, not in a `__dict__`."""
+    """Return the names of the attributes that objects of a class keep in slots, not in a `__dict__`."""
     return frozenset(
         name for base in cls.__mro__ for name, value in vars(base).items() if type(value) is types.MemberDescriptorType
     )

@@ -33,18 +33,19 @@ class Unit(UnitCalls):
         name: its name within the region.
         kind: kind of its outputs. A `COLLECTIVE` is never run again. None: the outputs are cheap, and captured only if
             a plan decides so.
-        is_row_wise: returns whether each row of the outputs comes from one row of the first argument. Each call of the
-            unit calls it with the state that `forward` yields, unless `kind` or `is_shared` rules out swaps by rows.
+        is_row_wise: returns whether each row of the outputs comes from one row of the first argument. Called in
+            every call of the unit with the state that `forward` yields, unless `kind` or `is_shared` rules out swaps by
+            rows.
         is_shared: whether other ranks take part; if so, the unit runs again on all of them or on none.
         puts_back: whether the unit may draw from a generator and then restore the generator's state, as
             `torch.random.fork_rng` does.
-        writes_unsaid: whether its kernels may write to arguments that the unit returns, without advancing versions.
-        lasting: called after each call; returns tensors that outlive the unit, such as the cast of a weight that its
+        writes_unsaid: whether the unit may write, without advancing versions, to arguments that it returns.
+        lasting: called after each call; returns tensors that outlive the call, such as the cast of a weight that the
             module keeps. If the unit saves such a tensor for backward, memplug holds it instead of capturing it.
         reads: returns the parameters that the unit reads besides its arguments.
         forward: returns the context in which the unit's forward runs. The context yields the state that the unit needs
             to run again; the state is complete once the forward is over.
-        again: returns the context in which the unit runs again; gets that state.
+        again: gets the state that `forward` yielded, and returns the context in which the unit runs again.
 
     Attributes:
         writes: indices, among the tensors of the arguments, of those that calls have written to so far.
@@ -150,7 +151,8 @@ def run_again(
     around = _NOTHING if ambient is None else restored(executor.device, surroundings, *ambient)
     with no_transforms(), executor.rerunning(), around, hooks, unit.again(state):
         out = call(*args, **kwargs)
-    if wanted and len(saved) != count:  # without wanted ones, the model's own hooks may have taken some
+    # if no saved tensor is wanted, their number does not matter: the model's own hooks may have taken them
+    if wanted and len(saved) != count:
         raise RecomputeError(
             f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again",
             code="MP021",
