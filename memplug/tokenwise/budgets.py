@@ -28,7 +28,7 @@ LOCAL_SIZES = (
 
 
 def host_budget_bytes(config: MemplugConfig, device: Device) -> int:
-    """Return the limit of a process's pinned pool, in bytes."""
+    """Return the limit of one process's pool of pinned host memory, in bytes."""
     if config.host_budget_gib != "auto":
         return int(min(config.host_budget_gib * GIB, UNLIMITED_BYTES))
     processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")

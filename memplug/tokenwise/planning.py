@@ -118,7 +118,7 @@ def fingerprint(tape: Tape) -> str:
 def describe(groups: dict[str, list[Region]], observer: StepObserver, executor: Executor) -> list[plan.PlannedRegion]:
     """Return the planner's regions, one for each key, with measured times and bytes.
 
-    Times are medians over the regions of a key.
+    Times are medians over the regions with the same key.
     """
     seconds = executor.device.seconds_between
     backwards_s = _backward_seconds(observer, seconds)
@@ -235,7 +235,7 @@ def decisions_of(
         instances = sum(group.instances for group in region_plan.groups)
         sending = _sending(members)
         for region in members:
-            # a region that offloads late gets the decisions of the last region in `sending`: its tensors live shortest
+            # tensors of regions that offload late live shortest: they get the decisions of the last region in `sending`
             ordinal = sending.index(region) if region in sending else len(sending)
             group = region_plan.group(ordinal * instances // len(sending))
             tape = observer.tapes[region.name]

@@ -198,7 +198,7 @@ class TokenWise(AgreedTechnique[Decisions]):
     # -- between two steps ---------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Close the forwards of the step."""
+        """Close the step's forwards, and note the sizes of their inputs."""
         self._sizes = self.executor.flow.end_step([region.native for region in self._regions])
 
     def program(self, operators: np.ndarray | None, nodes: int) -> Program:
