@@ -72,7 +72,7 @@ class Passes:
         return actions
 
     def _flat(self, storages: Sequence[Iterable[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ends, numbers): all operators' storages, numbered without gaps, and where those of each one end."""
+        """Return two arrays: the index where each operator's storages end, and all storages, numbered without gaps."""
         numbers = [[self._numbers.setdefault(each, len(self._numbers)) for each in some] for some in storages]
         return np.array([*accumulate(map(len, numbers))], np.int32), np.array([*sum(numbers, [])], np.int32)
 
