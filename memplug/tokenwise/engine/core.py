@@ -18,7 +18,7 @@ def core() -> Any:
     """Return the native core's module.
 
     Raises:
-        NativeError: it cannot be built here.
+        NativeError: the core cannot be built on this machine.
     """
     module = native.load()
     module.describe_operators(operators.describe)

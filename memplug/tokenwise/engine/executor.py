@@ -207,7 +207,7 @@ class Executor(ExecutorCalls):
         Autograd gets a small object instead of each saved tensor. The tensor is restored in one of three ways:
 
         * It was held: it existed before the region, like a parameter or a mask.
-        * It is a view of a capture that has its whole storage.
+        * It is a view: a capture has all of the tensor's storage.
         * A recompute pass makes it: the pass runs those operators of the tape that the saved tensors depend on,
           starting from captured outputs.
 

@@ -68,7 +68,7 @@ _CHOICE = {
     "aten::unique_consecutive",
     "aten::_unique2",
 }
-# `c10d` operators that write to their first argument; they end before they return, unless `async_op` is set
+# `c10d` operators that write to their first argument; a call waits for the result, unless `async_op` is set
 _FILLS = {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"}
 # `c10d` operators that read the memory they write to; a broadcast does if this rank sends (native/tape/unfilled.cpp)
 _READS_WRITTEN = {"c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::reduce_", "c10d::broadcast_"}

@@ -92,7 +92,7 @@ class Parameters(ObjectPart):
 
 
 class Globals(ObjectPart):
-    """The variables of a Python module that a function names."""
+    """The variables of a Python module, as far as a function's code names them."""
 
 
 def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type], Result]:

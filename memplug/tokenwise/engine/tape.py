@@ -76,7 +76,7 @@ class Record(NamedTuple):
 
 
 def records_of(tape: Any) -> list[Record]:
-    """Return all records of a native tape, which the first call makes."""
+    """Return all records of a native tape; the first call for the tape makes them."""
     if not hasattr(tape, "records"):
         tape.records = []
         for index in range(len(tape)):
