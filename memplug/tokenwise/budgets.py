@@ -110,7 +110,7 @@ class DeviceBudget:
             observed_peak_bytes: peak of the allocated bytes in the step at the safest setting; None: unknown, so this
                 rank is not checked.
             gather: collective that returns the arguments of all ranks, in rank order.
-            members: world rank of each rank that calls `gather`, in the order of its results.
+            members: world rank of each rank that calls `gather`, in the order of `gather`'s results.
 
         Raises:
             BudgetError: on all ranks, if the step at the safest setting exceeds "device_budget_gib" on any rank. The

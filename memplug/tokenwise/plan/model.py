@@ -37,7 +37,7 @@ class PlannedOperator:
     rows: int = 0
     """Rows of an output that is captured by rows: only whole rows are copied. 0: unknown, any fraction is possible."""
     always_runs: bool = False
-    """Whether every recompute pass runs the operator (random operators, collectives). It is never captured."""
+    """Whether every recompute pass runs the operator (random operators, collectives); it is never captured."""
     always_swapped: bool = False
     """Whether a plan with a fixed alpha swaps the outputs whole (MEMO: the attention output)."""
     made_by_rows: int | None = None

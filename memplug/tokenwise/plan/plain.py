@@ -59,7 +59,7 @@ def solve_partly(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwiseP
 
 
 def _beside(regions: Sequence[PlannedRegion], sizes: Sequence[int], budget: Budget) -> TokenwisePlan:
-    """Return the plan with the last `sizes` instances of each region plain, and the others as the solver decides."""
+    """Return the plan in which the last `sizes` instances of each region are plain; the solver decides on the rest."""
     rest = [
         replace(region, instances=region.instances - size, staying=0 if size else region.staying)
         for size, region in zip(sizes, regions, strict=True)
