@@ -20,8 +20,8 @@ def is_agreed(regions: Sequence[Region], gather: Callable[[Any], list[Any]], mem
     Args:
         regions: all regions of this rank, each with the key of its operator sequence.
         gather: collective that returns the arguments of all ranks, in rank order (`all_gather_object`).
-        members: world ranks of the ranks that call `gather`, in the same order. If a unit communicates with any other
-            rank, the answer is False.
+        members: world rank of each rank that calls `gather`, in the order of `gather`'s results. If a unit communicates
+            with any other rank, the answer is False.
     """
     sharing = [region for region in regions if region.native.shares]
     everyone = dict(zip(members, gather({region.name: region.key for region in sharing}), strict=True))

@@ -28,7 +28,7 @@ LOCAL_SIZES = (
 
 
 def host_budget_bytes(config: MemplugConfig, device: Device) -> int:
-    """Return the limit of a process's pinned pool, in bytes."""
+    """Return the limit of one process's pool of pinned host memory, in bytes."""
     if config.host_budget_gib != "auto":
         return int(min(config.host_budget_gib * GIB, UNLIMITED_BYTES))
     processes = next((os.environ[name] for name in LOCAL_SIZES if os.environ.get(name, "").isdigit()), "1")
@@ -42,8 +42,8 @@ class DeviceBudget:
     Attributes:
         device: the device that trains.
         asked_gib: the block's "device_budget_gib".
-        has_buffers: whether rounding buffers take memory beside a step's tensors: they do unless an arena plans
-            addresses for prefetched tensors.
+        has_buffers: whether rounding buffers take memory in addition to a step's tensors. They do unless the arena
+            plans addresses for prefetched tensors.
     """
 
     device: Device
@@ -52,9 +52,9 @@ class DeviceBudget:
 
     @property
     def nbytes(self) -> int | None:
-        """Return the most device bytes that a step under a plan may use.
+        """Return the limit of the device bytes that a step under a plan uses; None: no limit.
 
-        None, which means no limit, on the CPU if "device_budget_gib" is "auto".
+        There is no limit on the CPU if "device_budget_gib" is "auto".
         """
         return capacity.device_bytes(self.asked_gib, self.device)
 
@@ -62,15 +62,15 @@ class DeviceBudget:
         """Return the bytes that a plan may keep on the device.
 
         This is the budget less the bytes that a step at the safest setting needs. If the peak of that step is unknown,
-        the reserved peak of the whole run counts instead. The run's peak includes outputs kept under earlier plans, so
-        a second plan then keeps less than it could.
+        the reserved peak of the whole run counts instead. That peak includes outputs kept under earlier plans, so later
+        plans keep less than they could.
 
-        On the CPU, where device memory is host memory, a plan under "auto" keeps nothing. If the block sets a budget
-        there but no recorder measures the step's peak, plans may keep the whole budget.
+        On the CPU, device memory is host memory: if "device_budget_gib" is "auto", a plan keeps nothing. If the
+        budget is a number and the peak is unknown, a plan may keep the whole budget.
 
         Args:
-            observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown.
-            beside_bytes: bytes that the device's allocator reserves in that step beside its tensors.
+            observed_peak_bytes: peak of the allocated bytes in the step at the safest setting; None: unknown.
+            beside_bytes: bytes that the device's allocator reserves in that step in addition to its tensors.
         """
         needed_bytes = (observed_peak_bytes or 0) + beside_bytes
         if self.device.memory is not None and observed_peak_bytes is None:
@@ -86,8 +86,8 @@ class DeviceBudget:
             host_bytes: limit of the pinned pool.
             room_bytes: see the method `room_bytes`.
             buffers: see `Executor`.
-            in_flight: see `Budget`; None: unknown. Then the tensors of `buffers` regions count as in flight at the
-                peak.
+            in_flight: see `Budget`; None: unknown. Then the plan assumes that the tensors of `buffers` regions are in
+                flight at the peak.
         """
         d2h, h2d = self.device.link_rates()
         is_limited = self.nbytes is not None
@@ -107,14 +107,14 @@ class DeviceBudget:
         """Check the budget on all ranks; all ranks call this together.
 
         Args:
-            observed_peak_bytes: largest allocation total in the step at the safest setting; None: unknown, so this rank
-                is not checked.
+            observed_peak_bytes: peak of the allocated bytes in the step at the safest setting; None: unknown, so this
+                rank is not checked.
             gather: collective that returns the arguments of all ranks, in rank order.
-            members: world ranks of the ranks that call `gather`, in the same order.
+            members: world rank of each rank that calls `gather`, in the order of `gather`'s results.
 
         Raises:
-            BudgetError: on all ranks, if the step at the safest setting exceeds "device_budget_gib" on some rank. If it
-                does so on several, the error names the one with the largest peak.
+            BudgetError: on all ranks, if the step at the safest setting exceeds "device_budget_gib" on any rank. The
+                error names the rank with the largest peak among those that exceed it.
         """
         everyone = gather((observed_peak_bytes or 0, self.asked_gib))
         short = [
@@ -129,13 +129,13 @@ class DeviceBudget:
         """Return whether the device has room for rounding buffers.
 
         A step with the buffers has to stay within the budget. The run's reserved peak and the buffers together have to
-        stay within `DEVICE_SHARE` of the memory that other processes leave. That peak includes tensors that were
-        prefetched without buffers, so the answer may be False although the buffers would fit: training without buffers
-        is better than running out of memory.
+        stay within `DEVICE_SHARE` of the memory that other processes leave. The reserved peak includes tensors that
+        were prefetched without buffers, so the answer may be False although the buffers would fit: training without
+        buffers is better than running out of memory.
 
         Args:
             buffer_bytes: size of all buffers together.
-            more_bytes: bytes by which all buffers together exceed earlier ones, which the reserved peak includes.
+            more_bytes: growth over the largest earlier buffers, which the reserved peak already includes.
             step_bytes: predicted bytes of a step without buffers; None: unknown.
         """
         if self.nbytes is not None and step_bytes is not None and step_bytes + buffer_bytes > self.nbytes:
@@ -146,13 +146,10 @@ class DeviceBudget:
 
 
 def allocation_retries(device: Device) -> int:
-    """Return how often the device's allocator had to empty its cache before an allocation fitted.
-
-    0 if the device does not count retries.
-    """
+    """Return how often the device's allocator had to empty its cache and retry; 0 if the device does not count this."""
     return 0 if device.memory is None else device.memory.retries
 
 
 def peak_bytes(device: Device) -> int | None:
-    """Return the largest allocation total of the device so far, in bytes; None if the device does not count."""
+    """Return the peak of the bytes allocated on the device so far; None if the device does not count them."""
     return None if device.memory is None else device.memory.allocated_peak_bytes

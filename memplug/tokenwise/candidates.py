@@ -20,11 +20,11 @@ class SolveTask:
     """A problem for the planner, shared by all ranks with the same set of regions.
 
     Attributes:
-        regions: the regions as this rank measured them; only the solver's are used.
-        budget: the smallest rates, host bytes and device bytes of these ranks.
+        regions: the regions as this rank measured them; only the measurements of the rank `solver` count.
+        budget: the smallest rates, host bytes and device bytes among the ranks that share the problem.
         fraction: MEMO's fraction, the smallest of all ranks; None: solve for plans around the optimum.
-        most: the largest number of plans.
-        solver: the lowest of these ranks, which solves the problem for all of them.
+        most: maximum number of plans to try.
+        solver: the lowest rank that shares the problem; it solves the problem for all of them.
     """
 
     regions: list[plan.PlannedRegion]
@@ -42,12 +42,12 @@ def agree(
     *,
     is_ready: bool = True,
 ) -> SolveTask | None:
-    """Return this rank's problem to solve; None on every rank while a rank is not ready.
+    """Return this rank's problem to solve; None on every rank if any rank is not ready.
 
     Args:
         own: this rank's regions and budget.
         gather: collective that returns the arguments of all ranks, in rank order (`all_gather_object`).
-        most: the largest number of plans to choose from, at least 1.
+        most: maximum number of plans to try, at least 1.
         alpha: "auto" for plans around the optimum, "memo" for one plan with MEMO's fraction.
         is_ready: False if this rank has regions, but none of them ran in the observed step.
     """
@@ -69,9 +69,9 @@ def agree(
 
 
 def _tightest(ranks: list[tuple[plan.InFlight, ...]]) -> tuple[plan.InFlight, ...]:
-    """Merge the in-flight times of all ranks: each merged time has the smallest room of any rank.
+    """Merge the ranks' values of `Budget.in_flight`: at each time, take the smallest room of any rank.
 
-    If ranks differ in how many regions are in flight, return one time, with the largest of these counts and no room.
+    If ranks differ in how many regions are in flight, return a single time, with the largest count and no room.
     """
     if len({tuple(at.count for at in times) for times in ranks}) > 1:
         return (plan.InFlight(max(at.count for times in ranks for at in times)),)
@@ -86,7 +86,7 @@ def solve(task: SolveTask) -> list[plan.TokenwisePlan]:
     * the optimum;
     * the plan with as many plain regions (run as without memplug) as the device has room for; if it has room for none,
       the optimum again;
-    * plans that are solved for a slower or faster link, with their cost at the measured rates.
+    * plans solved for slower and faster links, with their cost at the measured link rates.
     """
     regions, budget = task.regions, task.budget.with_buffers(task.regions)
     if task.fraction is not None:
@@ -134,7 +134,7 @@ def _solve_around(regions: list[plan.PlannedRegion], budget: plan.Budget, factor
 
 
 def _choices(solution: plan.TokenwisePlan) -> Any:
-    """Return a plan's choices, to compare plans; fractions are rounded, since smaller differences change no time."""
+    """Return a plan's decisions, to compare plans; fractions are rounded, since tiny differences change no time."""
     return [
         (
             group.instances,

@@ -28,14 +28,14 @@ from memplug.tokenwise.plan import solver as plan
 log = logging.getLogger("memplug")
 
 LAST_STEP = 10  # if a rank has run no region up to this step, the check gives up
-SLACK = 0.01  # no warning if alpha exceeds a fraction by less: times of one step are no more precise
+SLACK = 0.01  # tolerance of the comparison: fractions from the times of one step are no more precise
 
 
 class AlphaCheck:
-    """The check of alpha if it is a number above 0; all ranks call it at the end of the same steps.
+    """Checks a number above 0 for alpha; all ranks call `end_step` at the end of the same steps.
 
     Args:
-        alpha: the number; None: regions run by plans, or there are no regions.
+        alpha: the number; None: regions run by plans, or there are no regions, so there is nothing to check.
         budget: the device budget.
         regions: all regions of the session.
         executor: runs the regions.
@@ -44,7 +44,7 @@ class AlphaCheck:
     Attributes:
         by_link: the largest fraction whose copies fit into each region's forward on every rank; None until the check
             has been made.
-        by_host: the largest fraction that fits the host budget of every rank, likewise.
+        by_host: the largest fraction that fits the host budget of every rank; None until the check has been made.
     """
 
     def __init__(
@@ -137,10 +137,11 @@ def fitting(regions: Sequence[plan.PlannedRegion], budget: plan.Budget) -> tuple
 def unhindered_s(tape: Tape, seconds: planning.Seconds) -> float:
     """Return the seconds of a timed forward, less the time that it waited for copies.
 
-    With these waits, a slow link would lengthen the forward until its own copies fit into it. The forward may wait in
+    If these waits counted, a slow link would lengthen the forward until the copies fit into it. The forward may wait in
     three places: after a captured operator, since the capture may release an earlier region's memory; before an
-    operator that writes in place; and at the end. Gaps in these places are cut to the median of all other gaps between
-    operators. The gap after an exchange with other ranks counts in full, since there the forward waits for these ranks.
+    operator that writes in place; and at the end. In these places the time between two operators, a gap, is cut to the
+    median of all other gaps. The gap after an exchange with other ranks counts in full, since there the forward waits
+    for these ranks.
     """
     begin, end = tape.span
     gaps = [
@@ -157,5 +158,5 @@ def unhindered_s(tape: Tape, seconds: planning.Seconds) -> float:
 
 
 def _rounded_down(fraction: float) -> float:
-    """Round down to a hundredth, so that the fraction in the message fits."""
+    """Round down to a hundredth, so that the fraction that the message advises fits."""
     return floor(100 * fraction + 1e-6) / 100

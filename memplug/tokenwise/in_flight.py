@@ -17,12 +17,12 @@ def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFligh
     There are two such times:
 
     * Until the last region's forward is over, tensors of `buffers` regions are in flight.
-    * After that, while no region runs, tensors of one region are in flight. Before backward these are of the last
-      region, which offloads late (only if its memory is needed). In backward they are of the region prefetched next.
+    * After that, while no region runs, tensors of one region are in flight. Before backward it is the last region,
+      which offloads late (only if its memory is needed). In backward it is the region that is prefetched next.
 
     While a region's backward runs, the executor limits prefetching (`Flow::limit_bytes`). If no region offloads late,
-    as with several graphs in flight, the time of the peak is unknown: the result is a single time, at which no bytes
-    are free for tensors in flight.
+    as with several graphs in flight, the time of the peak is unknown. Then the result is a single time, at which no
+    bytes are free for tensors in flight.
 
     Args:
         step: a step recorded in detail, at the safest setting.

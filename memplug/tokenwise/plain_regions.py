@@ -1,8 +1,9 @@
 """Gives the modules of plain regions their own class back, so that they run as if memplug were not there.
 
 A region is plain if its plan lets it run as without memplug. Among plain regions that share a plan, the first one's
-module keeps memplug's class: its forward begins the step's program, and checks the size of its arguments. If they are
-larger than in the step that the plan was made from, the other modules get memplug's class again before they run.
+module keeps memplug's class: its forward begins the step's program, and checks the size of its arguments. If these
+arguments are larger than in the step that the plan was made from, the other modules get memplug's class again before
+they run.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class PlainRegions:
         self.unseen = frozenset(i for i, region in enumerate(self._regions) if region.name in self._left)
 
     def enter_all(self) -> None:
-        """Run all modules as regions again, because a step has larger or other inputs than its plan was made for.
+        """Run all modules as regions again, because a step has larger or other inputs than the plan was made for.
 
-        Regions whose recompute passes launch collectives stay as they are: all ranks must launch the same ones.
+        Regions whose recompute passes launch collectives stay plain: all ranks must launch the same collectives.
         """
         self._settled_for = None
         for region in self._regions:

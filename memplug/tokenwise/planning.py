@@ -31,14 +31,17 @@ Seconds = Callable[[Any, Any], float]
 class StepObserver:
     """A listener of `Executor.time_forwards` that keeps the last timed tape of every region.
 
+    The keys of all dictionaries are names of regions. Here the inputs of a region include the results of its
+    collectives, and of its operators that choose (topk, sort): memplug swaps these whole, like inputs.
+
     Attributes:
-        tapes: last tape of each region. In all dictionaries here the keys are names of regions.
-        input_bytes: bytes that one forward swaps under any plan: inputs, and results of collectives and of operators
-            that choose. It is the mean over the region's forwards, since an input may need a gradient in only some.
-        largest_input_bytes: the most such bytes of any forward.
-        input_tensors: the most tensors of this kind in any forward.
-        given_bytes: the most bytes of the tensors among the arguments of any forward.
-        saved_bytes: the most bytes that the backward of any forward asks for.
+        tapes: last tape of each region.
+        input_bytes: bytes of the inputs that one forward swaps; the mean over the region's forwards, since not all of
+            them swap the same inputs.
+        largest_input_bytes: bytes of the inputs that one forward swaps; maximum over the region's forwards.
+        input_tensors: number of inputs that one forward swaps; maximum over the region's forwards.
+        given_bytes: bytes of all tensors among a forward's arguments; maximum over the region's forwards.
+        saved_bytes: bytes that a forward's backward asks for; maximum over the region's forwards.
         is_agreed: see `Setting`.
         is_large: returns whether a tensor of this many bytes may be offloaded; smaller ones stay on the device.
     """
@@ -65,8 +68,8 @@ class StepObserver:
         self.tapes[name] = tape
         self.given_bytes[name] = max(frame.given_bytes, self.given_bytes.get(name, 0))
         self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
-        # like inputs, results of collectives and of operators that choose are always swapped whole; an opaque region
-        # swaps only its input
+        # results of collectives and of operators that choose are swapped whole, like inputs; an opaque region swaps
+        # only its input
         self._whole[name] = tape.received | _chosen(tape) if not region.opaque else set()
         large = list(filter(self.is_large, (tape.bytes[number] for number in self._whole[name])))
         input_bytes, before = frame.offered_bytes + sum(large), self.input_bytes.get(name, 0.0)
@@ -115,7 +118,7 @@ def fingerprint(tape: Tape) -> str:
 def describe(groups: dict[str, list[Region]], observer: StepObserver, executor: Executor) -> list[plan.PlannedRegion]:
     """Return the planner's regions, one for each key, with measured times and bytes.
 
-    Times are medians over the regions of a key.
+    Times are medians over the regions with the same key.
     """
     seconds = executor.device.seconds_between
     backwards_s = _backward_seconds(observer, seconds)
@@ -169,7 +172,7 @@ def _shared(tape: Tape) -> set[int]:
 def _replayed(
     tapes: list[Tape], seconds: Seconds, observer: StepObserver
 ) -> tuple[tuple[plan.PlannedOperator, ...], frozenset[int], frozenset[int]]:
-    """Describe the operators of regions that ran the same ones.
+    """Describe the operators of regions that ran the same operator sequence.
 
     Returns:
         The operators, the storages that backward asks for, and the storages that exist before the recompute pass.
@@ -182,7 +185,7 @@ def _replayed(
 
 
 def _small_parts(tape: Tape, observer: StepObserver) -> set[int]:
-    """Return the storages of units that are too small to offload: they stay on the device, and no unit runs again."""
+    """Return the storages of units that are too small to offload; they stay on the device, and are not recomputed."""
     parts = [record for record in tape.records if operators.is_part_of_unit(record.func)]
     return {n for record in parts for n in record.outputs if not observer.is_large(tape.bytes[n])}
 
@@ -196,10 +199,10 @@ def _module(forward_s: float) -> tuple[tuple[plan.PlannedOperator, ...], frozens
 
 
 def _sending(members: Sequence[Region]) -> Sequence[Region]:
-    """Return the regions that do not offload late, so that their tensors leave the device before backward.
+    """Return the regions whose tensors leave the device before backward: those that do not offload late.
 
-    Return all regions if all offload late, or if they have units that communicate. Such a unit must run again on all
-    ranks or on none, and the regions that offload late differ from rank to rank.
+    If all of them offload late, return all. If they have units that communicate, return all too: such a unit must run
+    again on all ranks or on none, but ranks may differ in which regions offload late.
     """
     if any(region.native.shares for region in members):
         return members
@@ -220,7 +223,7 @@ def decisions_of(
         solution: the plan.
         groups: regions by key, from `group_regions`.
         observer: the observations that the plan was made from.
-        observed_peak_bytes: largest allocation total of the device at the safest setting; None: unknown.
+        observed_peak_bytes: peak of the allocated bytes in the step at the safest setting; None: unknown.
         full_recomputation_s: see `Decisions`.
         held_bytes: see `Decisions`.
     """
@@ -232,7 +235,7 @@ def decisions_of(
         instances = sum(group.instances for group in region_plan.groups)
         sending = _sending(members)
         for region in members:
-            # a region that offloads late gets the decisions of the last one that does not: their tensors live shortest
+            # tensors of regions that offload late live shortest: they get the decisions of the last region in `sending`
             ordinal = sending.index(region) if region in sending else len(sending)
             group = region_plan.group(ordinal * instances // len(sending))
             tape = observer.tapes[region.name]
@@ -325,7 +328,7 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: StepObs
     capture, is_part = native.capture(index), operators.is_part_of_unit(record.func)
     output_bytes = round(fmean(_output_bytes(tape, index) for tape in tapes))
     view = record.form is Form.VIEW
-    # every recompute pass runs the operators that write to an argument, but they alone do not require a pass
+    # each recompute pass also runs the operators that write to an argument, but they are no reason to run a pass
     always_runs = native.always_runs(index) and record.form is not Form.WRITE and index not in tapes[0].spared
     return plan.PlannedOperator(
         name=str(record.func),
@@ -342,14 +345,14 @@ def _operator(tapes: list[Tape], index: int, seconds: Seconds, observer: StepObs
 
 
 def _unit_of(tape: Tape, index: int) -> int:
-    """Return the index of a part's unit, among the tape's operators."""
+    """Return the index of the unit that made the output of operator `index`."""
     return next(i for i in range(index, -1, -1) if operators.is_unit(tape.records[i].func))
 
 
 def _mean_fraction(tape: Tape, group: plan.Group) -> float:
     """Return the share of matmul output bytes that the group swaps.
 
-    A forward that runs other operators than the observed one swaps this share.
+    A forward whose operators differ from the observed ones swaps this share.
     """
     matmuls = [i for i, record in enumerate(tape.records) if operators.kind_of(record.func) is CaptureKind.ROWS]
     sizes = {i: _output_bytes(tape, i) for i in matmuls}
@@ -361,7 +364,7 @@ def _backward_seconds(observer: StepObserver, seconds: Seconds) -> dict[str, flo
     """Return each region's backward time, without its recompute pass.
 
     A region's backward lasts from its first request for a saved tensor to the next region's first request. The region
-    whose backward is last gets the median of the others.
+    whose backward is last gets the median of all other regions' times.
     """
     begun = {name: tape for name, tape in observer.tapes.items() if tape.backward_begin is not None}
     if not begun:

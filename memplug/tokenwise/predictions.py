@@ -26,7 +26,7 @@ class Predictions:
 
     Attributes:
         expected_bytes: predicted bytes of the last compared step; None until a step under this plan was compared.
-        offloaded_bytes: bytes that this step offloaded; None until then.
+        offloaded_bytes: bytes that the last compared step offloaded; None until then.
     """
 
     def __init__(self, executor: Executor):
@@ -41,9 +41,9 @@ class Predictions:
     def end_step(self, decisions: Decisions | None, program: Program, planned_from: Program | None) -> None:
         """Compare the step that ended with its plan.
 
-        Skip it, and compare the next one, if the step was short of host memory, ran a region that the plan does not
-        cover, or had inputs of other sizes than the step that the plan was made from. Warn only if every region ran
-        exactly as in that step, down to the sizes of all tensors.
+        Compare the next step instead if this one was short of host memory, ran a region that the plan does not cover,
+        or had inputs of other sizes than the step that the plan was made from. Warn only if every region ran exactly as
+        in the step that the plan was made from, down to the sizes of all tensors.
 
         Args:
             decisions: the decisions in force since the step began; None if there were none, or the step tried a plan.

@@ -1,6 +1,6 @@
 """Computes how many device bytes a plan may keep, and notices when a plan keeps more than the device has room for.
 
-Both depend on the memory that the device's allocator or the arena reserves in addition to a step's tensors.
+Both account for the memory that the device's allocator or the arena reserves in addition to a step's tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("memplug")
 
 
 class Room:
-    """The device memory that outputs kept by plans may take; all ranks call `is_short` at the end of the same steps.
+    """The device memory for outputs that plans keep; all ranks call `is_short` at the end of the same steps.
 
     Args:
         budget: the device budget.
@@ -41,7 +41,7 @@ class Room:
         """Return the device bytes that a plan may keep in addition to those of a step at the safest setting.
 
         Args:
-            peak_bytes: largest allocation total in that step; None: unknown.
+            peak_bytes: peak of the allocated bytes in the step at the safest setting; None: unknown.
         """
         beside_bytes = 0 if peak_bytes is None else self._reserved.beside(peak_bytes)
         return self._budget.room_bytes(peak_bytes, beside_bytes)
@@ -67,8 +67,8 @@ class Room:
     def _measures(self, decisions: Decisions) -> bool:
         """Return whether the step that ended reserved more than the budget.
 
-        Only one step under each plan is measured: the first that the arena served from beginning to end. For other
-        steps the answer is False.
+        Only one step under each plan is measured: the first that the arena served from beginning to end. For all other
+        steps, return False.
         """
         if decisions is self._measured or decisions.peak_bytes is None:
             return False

@@ -2,8 +2,8 @@
 
 Rounding buffers are device memory for prefetched tensors. Training with the arena needs none, since the arena plans
 addresses for these tensors. A plan says how much each region swaps, so the buffers exist before the first step under
-the plan. With a number for alpha there is no plan, and memplug takes the size from the first step. If a later step
-swaps more, memplug enlarges the buffers for the step after it. They do not shrink while the session is stable,
+the plan. With a number for alpha there is no plan, and memplug takes the size from the first step. When a later step
+swaps more, memplug enlarges the buffers before the next one. They do not shrink while the session is stable,
 whichever program runs. Steps that a plan is made from, and steps that try plans, run without buffers.
 """
 
@@ -33,7 +33,7 @@ class Rounding:
     def __init__(self, budget: DeviceBudget, executor: Executor, planned: bool):
         self._budget, self._executor = budget, executor
         self._is_stable = not planned
-        self._frame_bytes = 0  # size of each buffer, or the size that could not be reserved
+        self._frame_bytes = 0  # size of one buffer when buffers were last reserved, or refused
         self._most_bytes = 0  # largest total of all buffers so far, which the device's reserved peak includes
         self._told = False
 

@@ -40,8 +40,8 @@ class Trial:
 
     seconds: float
     fits: bool
-    """Whether the host had room for all rows to be swapped, and the device's peak exceeded neither the budget nor the
-    plan's prediction (plus `PEAK_SLACK`)."""
+    """Whether the host refused no rows, and the device's peak stayed within the plan's prediction (plus `PEAK_SLACK`).
+    The peak must also stay within the budget, unless even the prediction exceeds the budget."""
     device_bytes: int
     """Bytes that the plan keeps on the device."""
 
@@ -64,7 +64,7 @@ def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
 
 
 class PlanSearch:
-    """One search for decisions; each stage gen-policy begins a new one.
+    """One search for decisions; a new search begins with each stage gen-policy.
 
     Args:
         regions: all regions of the session, at the safest setting.
@@ -75,9 +75,9 @@ class PlanSearch:
         beside: runs the planner beside training.
         tries: how many plans to try; with 0 or 1 the search chooses the optimum untried.
         alpha: "auto", or "memo" for MEMO's one plan.
-        is_relieved: whether another technique takes over if no plan makes steps fit: it then makes them fit, or raises
-            an error.
-        step_peak: returns the largest allocation total of the device since its last call, in bytes; None: unknown.
+        is_relieved: whether another technique takes over if steps fit under no plan: that technique then makes steps
+            fit, or raises an error.
+        step_peak: returns the peak of the bytes allocated on the device since its last call; None: unknown.
         step_trace: returns the last step that was recorded in detail; None if there is none.
         room: returns the bytes that a plan may keep on the device, given the peak of a step at the safest setting.
         keeps: whether plans may keep outputs on the device.
@@ -134,8 +134,8 @@ class PlanSearch:
         """Process a finished step of the program.
 
         Returns:
-            The decisions, or None while the search goes on. Then the regions run the next step by the next plan, or at
-            the safest setting while there is no plan.
+            The decisions, or None while the search goes on. While it does, the regions run the next step by the next
+            plan to try, or at the safest setting if there is no plan yet.
         """
         self.executor.device.synchronize()
         seconds = self.executor.device.now_s() - self._begun
@@ -161,7 +161,7 @@ class PlanSearch:
         """Return how the next step is to be recorded.
 
         The step that plans are made from is recorded in full. A step that tries a plan is recorded for its peak only.
-        While the planner runs, the result is None, and no step is recorded.
+        While the planner runs, no step is recorded, and the result is None.
         """
         if self._task is not None:
             return None
@@ -213,12 +213,12 @@ class PlanSearch:
         return True
 
     def _is_planned(self) -> bool:
-        """Return whether all ranks have plans to try; take the plans once all planners are done."""
+        """Return whether all ranks have plans to try. Once every planner is done, collect its plans."""
         if not all(self._gather(not self._beside.is_busy or self._beside.is_done)):
             return False
         task, self._task = self._task, None
         solved = self._beside.take() if self._beside.is_busy else None
-        # patient, since without a planner process other ranks wait here while one solves in `take`
+        # a long timeout: without a planner process, a rank may still be solving in `take` while the others wait here
         solutions = candidates.choose(task, solved, functools.partial(self._gather, patient=True))
         self._candidates = [self._decisions_of(one) for one in solutions]
         self.executor.pool.reserve(max(one.host_bytes for one in solutions))
@@ -237,7 +237,7 @@ class PlanSearch:
         self._trials.append(Trial(seconds, fits, decisions.solution.device_bytes))
 
     def _is_out_of_the_way(self) -> bool:
-        """Return whether the first plan runs all regions as without memplug and fits: no plan is faster."""
+        """Return whether the first plan fits and runs all regions as without memplug: no plan can be faster."""
         tried = len(self._trials) == 1 and plain.is_plain(self._candidates[0].solution)
         return tried and all(self._gather(self._trials[0].fits))
 

@@ -1,9 +1,9 @@
 """Makes all ranks swap fewer rows if the host memory of one rank runs out, and more rows once it has room again.
 
 A rank that runs out of host memory recomputes the rows that it could not swap. Its results are right, but the other
-ranks wait for it at every collective. So it asks for a smaller share of the rows that the plan swaps, and all ranks use
-the smallest share that any rank asks for. A rank whose host memory had room to spare in a step asks for the share that
-would have filled it.
+ranks wait for it at every collective. So that rank asks for a smaller share of the rows that the plan swaps, and all
+ranks use the smallest share that any rank asks for. A rank whose host memory had room to spare in a step asks for the
+share that would have filled it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Shortage:
             return share if share >= SMALLEST else 0.0
         if not 0.0 < share < 1.0 or not peak_bytes:
             return None
-        # the peak stays within the budget: it grows less than the share, as some tensors are always swapped whole
+        # scaling the share scales the peak by less, as some tensors are always swapped whole: the peak stays in budget
         larger = min(1.0, share * MARGIN * pool.budget_bytes / peak_bytes)
         return larger if larger > share * LEAST_RISE else None
 

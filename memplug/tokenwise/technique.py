@@ -141,7 +141,7 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     @property
     def unwatched_because(self) -> str:
-        """Return why the operators of steps need not be compared, "" if they must be: see `AgreedTechnique`."""
+        """Return why steps need not be compared by their operators; "" if they must be: see `AgreedTechnique`."""
         if not self._is_on:
             return "there are no token-wise plans, and only they need the operators of steps to be compared"
         return (
@@ -162,7 +162,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         return self._room.is_short(self.decisions)
 
     def retain(self, parts: Iterable[Decisions]) -> None:
-        """Release the pinned host memory if none of these parts needs any."""
+        """Release the pinned host memory if no plan in `parts` needs host memory."""
         if not any(decisions.solution.host_bytes for decisions in parts):
             self.executor.pool.give_back()
 
@@ -192,13 +192,13 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     @property
     def detail(self) -> Detail | None:
-        """Return how the next step is to be recorded, if it is observed or tries a plan; else None."""
+        """Return how to record the next step; None if that step is neither observed nor tries a plan."""
         return self._search.detail if self._search is not None else None
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Close the forwards of the step."""
+        """Close the step's forwards, and note the sizes of their inputs."""
         self._sizes = self.executor.flow.end_step([region.native for region in self._regions])
 
     def program(self, operators: np.ndarray | None, nodes: int) -> Program:
@@ -206,7 +206,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         return Program(operators, self._sizes, nodes, self.plain.unseen)
 
     def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
-        """Run the checks at the end of a step for which all ranks exchange values.
+        """Run the checks for which all ranks exchange values, at the end of a step.
 
         Swap fewer rows if the host memory of a rank ran out, compare the step's offloaded bytes with its plan, and
         check a number for alpha against link and host.
@@ -220,13 +220,13 @@ class TokenWise(AgreedTechnique[Decisions]):
         self.check.end_step()
 
     def settle(self, is_stable: bool, is_served: bool) -> None:
-        """Update plain regions and rounding buffers; there are no such buffers while an arena serves."""
+        """Update plain regions and rounding buffers; while the arena serves, no rounding buffers are reserved."""
         if self.plans:
             self.plain.end_step(self.decisions)
         self.rounding.end_step(self.decisions, is_stable and not is_served)
 
     def turn_away(self) -> None:
-        """Run regions at the safest setting in the step that begins: the plan was not made for its inputs.
+        """Run regions at the safest setting in the step that begins: the plan was not made for the step's inputs.
 
         Regions whose recompute passes launch collectives keep their setting: all ranks have to change it together.
         """
@@ -257,7 +257,7 @@ class TokenWise(AgreedTechnique[Decisions]):
     # -- from run to run -----------------------------------------------------------------------------------------------
 
     def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
-        """Return the plan with these decisions, the findings of forwards under them, and the link rates added."""
+        """Return `plan` with these decisions added, together with findings of their forwards and the link rates."""
         d2h, h2d = self.executor.device.link_rates()
         settings = {
             region.name: replace(part.settings[region.name], learnt=_learnt(region))
@@ -267,11 +267,11 @@ class TokenWise(AgreedTechnique[Decisions]):
         return plan.with_part(replace(part, settings=settings, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d))
 
     def reserve(self, parts: Iterable[Decisions]) -> None:
-        """Reserve the host memory that the largest of these parts needs."""
+        """Reserve as much host memory as any plan in `parts` needs."""
         self.executor.pool.reserve(max(decisions.solution.host_bytes for decisions in parts))
 
     def lacks(self, part: Decisions) -> str:
-        """Return why this machine has no room for a part; "" if it has room."""
+        """Return why this machine has no room for these decisions; "" if it has room."""
         host_bytes, budget_bytes = part.solution.host_bytes, self.executor.pool.budget_bytes
         if host_bytes > budget_bytes:
             return f"it swaps {size(host_bytes)}, and the host budget is {size(budget_bytes)}"

@@ -79,7 +79,7 @@ def is_transformed() -> bool:
 
 
 def no_transforms() -> AbstractContextManager[None]:
-    """Return a context outside of the function transforms around backward, such as the vmap of batched gradients."""
+    """Return a context without the function transforms around backward, such as the vmap of batched gradients."""
     batched = vmapmode_increment_nesting() - 1  # the vmap of `torch.autograd.grad` is not on the transform stack
     vmapmode_decrement_nesting()
     if not batched and not is_transformed():

@@ -17,7 +17,7 @@ IN_PLACE = "one of the variables needed for gradient computation has been modifi
 class Buffers(BuffersCalls):
     """The memory that one forward writes to in place, such as running statistics, and its values before the forward.
 
-    A recompute pass must start from these values, and afterwards memory must have its later values again.
+    A recompute pass must start from these values, and after the pass the memory must have its later values again.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class ExecutorCalls(ABC):
 
     @abstractmethod
     def written_buffers(self) -> BuffersCalls:
-        """Return a new object in which a forward notes its writes in place; called before the first of them."""
+        """Return a new object in which a forward notes its writes in place; called before the first such write."""
 
     @abstractmethod
     def note_opaque(self, region: Any, why: int | str, why_it_keeps: str = "") -> None:
@@ -60,8 +60,8 @@ class ExecutorCalls(ABC):
     def restore(self, frame: Any, region: Any) -> None:
         """Run a frame's recompute pass, if the core cannot do so alone.
 
-        It cannot if `stands_around` is true, if the frame is opaque or timed or has `written_buffers`, or if the core's
-        own attempt failed.
+        The core cannot if `stands_around` is true, if the frame is opaque or timed, or if the forward wrote in place
+        (`written_buffers`). The core also calls this method after its own attempt has failed.
         """
 
     @abstractmethod
@@ -90,14 +90,14 @@ class ExecutorCalls(ABC):
 
 
 class UnitCalls(ABC):
-    """The part of a unit (a call whose kernels no operator shows) that the core uses before and after the call.
+    """The attributes of a unit (a call whose kernels no operator shows) that the core uses before and after the call.
 
     Attributes:
-        writes: indices of the tensors among its arguments that it writes to.
-        writes_unsaid: whether it may write, without advancing a version, to arguments that it returns.
-        puts_back: whether it may draw random numbers and then restore the generator's state.
-        reads: returns the parameters that it reads besides its arguments; called before the unit runs.
-        lasting: returns tensors that outlive the unit; called after the unit has run.
+        writes: indices, among the tensors of the arguments, of those that the unit writes to.
+        writes_unsaid: whether the unit may write, without advancing versions, to arguments that it returns.
+        puts_back: whether the unit may draw random numbers and then restore the generator's state.
+        reads: returns the parameters that the unit reads besides its arguments; called before the unit runs.
+        lasting: returns tensors that outlive the call; called after the unit has run.
     """
 
     writes: set[int]
@@ -108,7 +108,7 @@ class UnitCalls(ABC):
 
     @abstractmethod
     def note_writes(self, written: Sequence[int]) -> None:
-        """Note that a call wrote to arguments that `writes` lacks."""
+        """Note that a call wrote to further arguments, which are not in `writes` yet."""
 
 
 class BuffersCalls(ABC):

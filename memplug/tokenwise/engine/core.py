@@ -18,7 +18,7 @@ def core() -> Any:
     """Return the native core's module.
 
     Raises:
-        NativeError: it cannot be built here.
+        NativeError: the core cannot be built on this machine.
     """
     module = native.load()
     module.describe_operators(operators.describe)
@@ -46,8 +46,8 @@ class ProcessWatch:
     def end(self) -> None:
         """Count one executor less, and stop watching with the last one.
 
-        If the last one ends in the middle of a collection, the callback stays registered. It is removed when a later
-        executor is the last one to end.
+        If the last executor ends in the middle of a garbage collection, the callback stays registered. It is removed
+        when a later executor is the last one to end.
         """
         self._executors -= 1
         if not self._executors:

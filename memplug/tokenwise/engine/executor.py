@@ -8,8 +8,7 @@ allocate their own outputs. In backward, rows are prefetched ahead of their use:
 * into rounding buffers (native/transfer/rounding.h), if any are reserved (`memplug.tokenwise.rounding`), as far ahead
   as the buffers have room;
 * otherwise into new memory, within a limit that keeps the peak at that of full recomputation. The limit is the bytes of
-  the largest region's saved tensors plus those of all region inputs. Full recomputation has these saved tensors on the
-  device too, and never releases the inputs.
+  the largest region's saved tensors plus the bytes of all regions' inputs: full recomputation has both on the device.
 
 All code that runs once per tensor is native: native/tape/frame.h, flow.h and transfer.h.
 """
@@ -60,7 +59,7 @@ class _OfThread(threading.local):
 class _Rerunning:
     """The context in which a unit or module runs again.
 
-    Every unit that runs again enters one. A class, since a generator's context manager takes five times as long.
+    Written as a class, since every rerun of a unit enters it: a generator's context manager takes five times as long.
     """
 
     def __init__(self, threads: _OfThread, unit_states: Mapping[Any, collections.deque[Any]]):
@@ -84,10 +83,10 @@ class Executor(ExecutorCalls):
         device: the device that trains.
         host_budget_bytes: limit of the pinned pool.
         min_offload_bytes: smaller tensors stay on the device.
-        regathers: whether forward gathers parameters (ZeRO 3). Then every region runs its recompute pass on every rank,
-            however much is swapped.
-        buffers: how many regions' tensors wait on the device for their release, and how many rounding buffers
-            `flow.reserve` makes.
+        regathers: whether forward gathers parameters (ZeRO 3). If so, every region runs its recompute pass on every
+            rank, however much is swapped.
+        buffers: number of regions whose captured tensors may be on the device at a time in forward. It is also the
+            number of rounding buffers that `flow.reserve` makes.
         hooks: functions of the session and of frameworks, for the executor to call.
 
     Attributes:
@@ -125,11 +124,11 @@ class Executor(ExecutorCalls):
         self._warned = False
         self._as_they_are = AsTheyAre(device)
         watching().begin()
-        self._stop_watching = weakref.finalize(self, watching().end)  # also runs if the session is just dropped
+        self._stop_watching = weakref.finalize(self, watching().end)  # also runs if `close` is never called
         self._stop_watching.atexit = False
 
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
-        """Take device times around every operator of a region, from the next forward on.
+        """Take device times around every operator of all regions, from the next forward on.
 
         Args:
             listener: gets each timed region with its frame and tape; None: stop taking times.
@@ -193,9 +192,9 @@ class Executor(ExecutorCalls):
     def _runs_plain(self, region: Region, given_bytes: int) -> bool:
         """Return whether a plain region runs as without memplug with arguments of this size.
 
-        If its arguments are larger than in the step that the plan was made from, it would keep more than planned, so it
-        does not. But a region whose recompute passes launch collectives runs plain with any arguments, since all ranks
-        must launch the same collectives.
+        With larger arguments than in the step that the plan was made from, the region would keep more than planned, so
+        it runs through memplug. The exception is a region whose recompute passes launch collectives: it runs plain with
+        any arguments, since all ranks must launch the same collectives.
         """
         return given_bytes <= region.setting.plain_bytes or self.regathers or region.native.communicates
 
@@ -208,13 +207,13 @@ class Executor(ExecutorCalls):
         Autograd gets a small object instead of each saved tensor. The tensor is restored in one of three ways:
 
         * It was held: it existed before the region, like a parameter or a mask.
-        * It is a view of a capture that has its whole storage.
+        * It is a view: a capture has all of the tensor's storage.
         * A recompute pass makes it: the pass runs those operators of the tape that the saved tensors depend on,
           starting from captured outputs.
 
         The tape of an opaque forward does not show everything that the forward did. So the region's input is swapped,
-        and its recompute pass runs the module again. But a region that communicates may be opaque on this rank alone,
-        so all tensors that it saves stay on the device.
+        and its recompute pass runs the module again. The exception is a region that communicates: it may be opaque on
+        this rank alone, so all tensors that it saves stay on the device.
         """
         times = Times(self.device) if self.on_timed is not None else None
         surroundings = [take() for take in self.hooks.surroundings]
@@ -327,11 +326,11 @@ class Executor(ExecutorCalls):
         try:
             replay()
         except self.core.Diverged as divergence:
-            launches = frame.has_launches  # of collectives whose results are captured
+            launches = frame.has_launches  # whether captured results replace collectives
             if not launches:
-                frame.decide({}, [])  # substitute nothing: the pass recomputes all
+                frame.decide({}, [])  # substitute nothing: the next pass runs all operators
                 launches = frame.communicates
-            if launches:  # a full pass would launch collectives in which other ranks take no part
+            if launches:  # a full pass would launch collectives that other ranks do not launch
                 raise RecomputeError(f"region {region.name}: {divergence}", code="MP021") from None
             self.divergences += 1
             if self.divergences == 1:
@@ -351,7 +350,7 @@ class Executor(ExecutorCalls):
         Graphs still in flight can no longer run backward.
         """
         for added in (self.hooks.around, self.hooks.gathered, self.hooks.surroundings, self.hooks.scratch):
-            added.clear()  # frameworks added these
+            added.clear()  # frameworks have added these functions
         self.transfer.close()
         self.pool.close()
         self._stop_watching()

@@ -1,23 +1,25 @@
 """Custom autograd functions that launch kernels past torch's dispatcher, such as those of Triton and of extensions.
 
 memplug examines the first call of each function, and decides for good whether later calls are units. They are if the
-first call returned or saved memory that no operator filled, took a tensor's address, or changed an argument without an
-operator. A call that returns only empty tensors, as for an expert that gets no tokens, decides nothing.
+first call did one of the following: it returned or saved memory that no operator filled, took a tensor's address, or
+changed an argument without an operator. A call that returns only empty tensors, as for an expert that gets no tokens,
+decides nothing; memplug then examines the next call.
 
-memplug assumes that every call of such a unit writes to the arguments that the first call changed, and to those whose
-memory it returned. Kernels of rotary embeddings do so, and no version counter shows it. If only a later call changes an
-argument, memplug detects the write if it advances the argument's version, or if the call returns the argument. memplug
-detects a write to a parameter only if it advances the parameter's version.
+memplug assumes that every call of a unit writes to the arguments that the first call changed, and to those whose memory
+the first call returned. Kernels of rotary embeddings do so, and no version counter shows it. If a later call is the
+first to change an argument, memplug detects this only if the argument's version advances, or the call returns the
+argument. memplug detects a write to a parameter only if the parameter's version advances.
 
-If a function returns integers or booleans but got none, it counts as one that chooses by values, as a router's kernel
-does. Its outputs are captured like those of operators that choose (`memplug.tokenwise.engine.operators`). With
-gradients disabled, a function is a unit only if it writes to its arguments. The outputs of other functions are then
-held until backward, like tensors that existed before the region.
+A function that returns integers or booleans, but got none, is taken to choose by values, as a router's kernel does. Its
+outputs are captured like those of operators that choose (`memplug.tokenwise.engine.operators`).
 
-To detect changes, memplug copies the arguments before the first call. If another stream makes an argument, the function
-may be the first to wait for that stream, so a copy could come too early. memplug knows the stream from the argument's
-node in autograd's graph. It does not copy such an argument, unless an operator of the region has read it. A write to an
-argument without a copy is detected only by its version, or if the function returns it.
+With gradients disabled, a function is a unit only if it writes to its arguments. The outputs of all other functions are
+then held until backward, like tensors that existed before the region.
+
+To detect changes, memplug copies the arguments before the first call. The exception is an argument that another stream
+makes (its node in autograd's graph names the stream): the function may be the first to wait for that stream, so a copy
+could come too early. Such an argument is copied only if an operator of the region has read it. A write to an argument
+without a copy is detected only if the argument's version advances, or the function returns the argument.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class HiddenFunctions:
         self._executor = executor
         self._units: dict[type, Unit] = {}
         self._visible: set[type] = set()
-        self._writes_nothing: set[type] = set()  # these write to no argument while gradients are disabled
+        self._writes_nothing: set[type] = set()  # these write to no argument if gradients are disabled
         self._found = self._told = 0
         self._is_on = True
 
@@ -96,14 +98,14 @@ class HiddenFunctions:
         written = found[1]
         communicates, chooses = executor.core.communicates(since), _chooses(executor.core.tensors_in(args), returned)
         if executor.core.writes_elsewhere(since) or (chooses and written and not communicates):
-            return out  # it cannot be run again by itself: it is no unit, and each call is examined
+            return out  # the function cannot run again by itself: it is no unit, and each call is examined
         unit = self._add(function, communicates, chooses)
         self.note_found()
         unit.note_writes(written)
         return out
 
     def note_found(self) -> None:
-        """Note that a function will no longer make its region opaque, from the next forward on."""
+        """Note that from the next forward on, one more function does not make its region opaque."""
         self._found += 1
 
     def stop(self) -> None:
@@ -125,7 +127,7 @@ class HiddenFunctions:
         else:
             kind = (
                 CaptureKind.ATTENTION if _ATTENTION.search(_name(function)) else CaptureKind.ROWS
-            )  # it may be as expensive as a matmul
+            )  # a function may be as expensive as a matmul
         return Unit(self._executor, function.__name__, kind, is_shared=communicates, writes_unsaid=True)
 
 

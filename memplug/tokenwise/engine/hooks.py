@@ -27,11 +27,11 @@ class EngineHooks:
     Attributes:
         explain: called with phase, region and error when an out-of-memory error of the device is raised.
         on_larger: called when a plain region gets larger arguments than in the step that its plan was made from.
-        own: returns a context for operators that the recorder must not count to the program.
+        own: returns a context for memplug's own operators, which the recorder must not add to the program.
         around: functions that return a context for a region's forward (phase "forward") or recompute pass
             ("recompute").
         gathered: functions that return a context which gathers the region's parameters. It is for recompute passes that
-            run the tape's operators, not the module.
+            run the tape's operators instead of the module.
         surroundings: functions that note a state of the framework on which random operators depend. Each returns a
             function that makes a context with this state, see `memplug.tokenwise.engine.ambient`.
         scratch: functions that return whether a tensor is in a scratch buffer owned by the framework. Such a tensor is

@@ -68,7 +68,7 @@ _CHOICE = {
     "aten::unique_consecutive",
     "aten::_unique2",
 }
-# `c10d` operators that write to their first argument; they end before they return, unless `async_op` is set
+# `c10d` operators that write to their first argument; a call waits for the result, unless `async_op` is set
 _FILLS = {"c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::alltoall_base_"}
 # `c10d` operators that read the memory they write to; a broadcast does if this rank sends (native/tape/unfilled.cpp)
 _READS_WRITTEN = {"c10d::allreduce_", "c10d::allreduce_coalesced_", "c10d::reduce_", "c10d::broadcast_"}
@@ -91,7 +91,7 @@ _EMPTY = {
 }
 _RESHAPES = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data", "aten::swap_"}
 _DUAL = {"aten::_make_dual", "aten::_make_dual_copy"}
-_DETACH = "aten::detach_"  # in place, but only takes a tensor out of the graph
+_DETACH = "aten::detach_"  # its name says in place, but it only takes a tensor out of the graph
 _LIFT = "aten::lift_fresh"  # the last operator of torch.tensor([1, 2]) (native/tape/literals.cpp)
 _WAIT = "_c10d_functional::wait_tensor"
 _WITHOUT_COMMUNICATION = {_WAIT, "_c10d_functional::_wrap_tensor_autograd"}
@@ -99,7 +99,7 @@ _FLASH_ATTENTION = (
     "flash_attn"  # part of the namespaces flash_attn, flash_attn_3, and _flash_attn2_588b404 of Hugging Face's hub
 )
 PART_OF_UNIT = "memplug::of_unit"
-_UNITS = {"memplug::unit", "memplug::unit_"}  # the latter writes to its arguments
+_UNITS = {"memplug::unit", "memplug::unit_"}  # the second one writes to its arguments
 _KINDS = {
     **dict.fromkeys(("rows", "whole", "whole_shared"), CaptureKind.ROWS),
     **dict.fromkeys(("attention", "attention_shared"), CaptureKind.ATTENTION),
@@ -132,7 +132,8 @@ def kind_of(func: Any) -> CaptureKind | None:
 def _may_write_nothing(func: Any) -> bool:
     """Return whether all arguments that an operator writes to are optional, like the result of `flash_attn_3::fwd`.
 
-    A call without them is pure; a call with one is a write, and not captured (native/tape/forward.cpp, `classify`).
+    A call without these arguments is pure. A call with one of them writes, so its outputs are not captured
+    (native/tape/forward.cpp, `classify`).
     """
     written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     return bool(func._schema.returns) and all(isinstance(each.type, torch.OptionalType) for each in written)
@@ -174,7 +175,7 @@ def is_exchange(func: Any) -> bool:
 def fills(func: Any) -> bool:
     """Return whether the operator writes all elements of the tensors that it writes to, and reads none of them.
 
-    An operator that is not torch's own is assumed to do so, unless its name says that it works in place.
+    memplug assumes this of operators that are not torch's own, unless their names say that they work in place.
     """
     if not is_mutable(func) or is_exchange(func):
         return is_exchange(func) and func._schema.name not in _READS_WRITTEN
@@ -199,7 +200,7 @@ def fills_in_part(func: Any) -> bool:
 def is_random(func: Any) -> bool:
     """Return whether the operator may advance a random generator.
 
-    Attention of other libraries may draw (dropout) although it lacks torch's tag for that.
+    Attention of other libraries may draw random numbers (dropout) although it lacks torch's tag for that.
     """
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
         return True
@@ -220,7 +221,7 @@ def gives_python_value(func: Any) -> bool:
 def is_factory(func: Any) -> bool:
     """Return whether the operator makes a tensor out of nothing (`arange`, `zeros_like`, `new_empty`).
 
-    It is never captured: it costs next to nothing, and other operators may be about to fill its output.
+    Its output is never captured: the operator costs next to nothing, and others may be about to fill the output.
     """
     if not isinstance(func, OpOverload):
         return False

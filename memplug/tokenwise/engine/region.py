@@ -18,8 +18,8 @@ class Region:
         is_agreed: see `Setting`.
 
     Attributes:
-        key: the key of the operators that it ran when last observed, see `Setting`.
-        setting: its decisions, from the next forward on.
+        key: names the operators that the region ran when it was last observed, see `Setting.key`.
+        setting: the decisions by which it runs from the next forward on.
         partners: ranks that its units communicate with outside of torch's operators; None: unknown.
         unknown_state: the `memplug.tokenwise.engine.state.CallState` of a region with state that cannot be put back;
             else None.
@@ -35,7 +35,7 @@ class Region:
         self.set(Setting(kind, rows, is_agreed=is_agreed))
 
     def set(self, setting: Setting) -> None:
-        """Run by this setting from the next forward on, and forget findings under the earlier one."""
+        """Run by this setting from the next forward on, and forget findings of forwards under the earlier setting."""
         self.setting, self.key = setting, setting.key
         native, plan = self.native, setting.plan
         native.plan(plan)
@@ -50,7 +50,7 @@ class Region:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it runs as without memplug, if its arguments are no larger than its plan was made for."""
+        """Return whether the region runs as without memplug while its arguments are no larger than its plan assumes."""
         return self.setting.plain_bytes is not None
 
     @property

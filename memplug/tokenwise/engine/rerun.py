@@ -19,8 +19,8 @@ from memplug.tokenwise.engine.tape import named
 def rerun(executor: RegionRunner, frame: Any, region: Region) -> None:
     """Run the region's module again, and store the tensors that it saves.
 
-    The whole module runs, whatever was captured, including its collectives. So if there are several ranks, a module
-    that launches collectives is not run again (native/tape/frame.h).
+    The whole module runs, including its collectives, whatever was captured. So a module that launches collectives runs
+    again only if there is a single rank (native/tape/frame.h).
 
     Args:
         executor: the executor of the region.
@@ -28,8 +28,9 @@ def rerun(executor: RegionRunner, frame: Any, region: Region) -> None:
         region: the region.
 
     Raises:
-        RecomputeError: the pass saves another number of tensors, or tensors of other sizes or dtypes. Or the region
-            communicates with other ranks, and its forward became opaque unexpectedly, so that nothing of it was kept.
+        RecomputeError: the pass saves another number of tensors than the forward, or tensors of other sizes or dtypes.
+            Or the forward was opaque although earlier ones were not, and the region communicates with other ranks or
+            changes attributes: memplug had not prepared to run such a forward again.
     """
     if frame.talks and not executor.is_alone():
         raise RecomputeError(
@@ -62,8 +63,8 @@ def rerun(executor: RegionRunner, frame: Any, region: Region) -> None:
 class _Saves:
     """Gives a frame the tensors that a recompute pass saves.
 
-    The pass's own graph holds this object, and may live as long as a tensor that the module wrote to. So the frame is
-    dropped when the pass ends.
+    The pass's own graph holds this object, and may live as long as a tensor that the module wrote to. So this object
+    drops the frame when the pass ends.
 
     Attributes:
         frame: the frame; None once the pass is over.
@@ -75,10 +76,11 @@ class _Saves:
         self._region, self._asks = region, region.native.asks
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Give a saved tensor to the frame; return what the pass's own graph saves.
+        """Give a tensor that the pass saves to the frame.
 
         Returns:
-            The tensor if the module runs backward through that graph itself; else None.
+            The object for the pass's own graph to save: the tensor if the module itself runs backward through that
+                graph, else None.
         """
         frame, count = self.frame, self.count
         if count < frame.saved and frame.has_to_restore(count):
@@ -98,8 +100,11 @@ class _Saves:
 def _names_as_before(frame: Any, region: Region, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """Enter a context in which every name has the value that the forward found.
 
-    If the forward became opaque unexpectedly, these values are unknown. Then the module must not change any name:
-    otherwise `RecomputeError` is raised.
+    If the forward was opaque although earlier ones were not, these values are unknown. Then the module must not change
+    any name.
+
+    Raises:
+        RecomputeError: the values are unknown, and the module changed a name.
     """
     if frame.state is not None:
         with frame.state.as_before():

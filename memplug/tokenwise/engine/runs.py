@@ -11,7 +11,7 @@ from memplug.tokenwise.engine.hooks import EngineHooks
 
 
 class RegionRunner(Protocol):
-    """The part of an executor that units and recompute passes use.
+    """The attributes and methods of an executor that units and recompute passes use.
 
     See `memplug.tokenwise.engine.executor.Executor`.
     """

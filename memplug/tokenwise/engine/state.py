@@ -52,8 +52,8 @@ class CallState(StateCalls):
             call: the function that is about to run.
             args: its arguments.
             kwargs: its keyword arguments.
-            for_backward: whether the state is for a recompute pass. Then tensors lose their graphs, which would keep
-                earlier forwards alive, even those that no backward follows.
+            for_backward: whether the state is for a recompute pass. If so, it has tensors without their graphs: a graph
+                would keep earlier forwards alive, even those that no backward follows.
         """
         state = cls()
         with paused():

@@ -92,13 +92,13 @@ class Parameters(ObjectPart):
 
 
 class Globals(ObjectPart):
-    """The variables of a Python module that a function names."""
+    """The variables of a Python module, as far as a function's code names them."""
 
 
 def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type], Result]:
     """Cache a function's result for each class, only as long as the class exists.
 
-    A cache that kept the class could keep a model alive: a class that is made in a function may refer to one.
+    The cache must not keep a class alive: a class that is defined in a function may refer to a model.
     """
     known: weakref.WeakKeyDictionary[type, Result] = weakref.WeakKeyDictionary()
 
@@ -114,10 +114,7 @@ def _once_for_each_class(function: Callable[[type], Result]) -> Callable[[type],
 
 @_once_for_each_class
 def kind_of(cls: type) -> StateKind | UnknownObject | None:
-    """Return how to treat objects of a class.
-
-    None: they are constant, or do not belong to the model.
-    """
+    """Return how to treat objects of a class; None if they are constant, or do not belong to the model."""
     if issubclass(cls, torch.Tensor):
         return _TENSOR if cls is torch.Tensor else None
     for base, kind in _KINDS.items():
@@ -200,7 +197,7 @@ def _write_object(live: Any, state: dict[str, Any]) -> None:
 
 @_once_for_each_class
 def _slots(cls: type) -> frozenset[str]:
-    """Return the names of members that a class and its bases keep in slots, not in a `__dict__`."""
+    """Return the names of the attributes that objects of a class keep in slots, not in a `__dict__`."""
     return frozenset(
         name for base in cls.__mro__ for name, value in vars(base).items() if type(value) is types.MemberDescriptorType
     )

@@ -76,7 +76,7 @@ class Record(NamedTuple):
 
 
 def records_of(tape: Any) -> list[Record]:
-    """Return all records of a native tape, which the first call makes."""
+    """Return all records of a native tape; the first call for the tape makes them."""
     if not hasattr(tape, "records"):
         tape.records = []
         for index in range(len(tape)):
@@ -87,19 +87,19 @@ def records_of(tape: Any) -> list[Record]:
 
 
 class Tape:
-    """The tape of one particular forward, for the planner: records, and the device times around them.
+    """The tape of one particular forward, for the planner: records of operators, and device times around each.
 
     Attributes:
         native: the native tape.
         asked: storages that backward asks for, however they are restored.
         given: storages that no operator made.
         bytes: size of every storage.
-        spared: indices of collectives that no recompute pass launches again, and of the waits for them.
-        received: storages that these collectives filled; a recompute pass substitutes them.
+        spared: indices of the collectives that no recompute pass launches again, and of the waits for them.
+        received: storages that the spared collectives filled; a recompute pass substitutes them.
         stamps: (begin, end) of every operator, if times were taken.
-        span: (begin, end) of the forward, likewise.
-        recompute_span: (begin, end) of the recompute pass, likewise.
-        backward_begin: time at which backward first asked for a saved tensor, likewise.
+        span: (begin, end) of the forward; None without times, as in the two attributes below.
+        recompute_span: (begin, end) of the recompute pass.
+        backward_begin: time at which backward first asked for a saved tensor.
     """
 
     def __init__(self, frame: Any):

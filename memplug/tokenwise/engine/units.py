@@ -33,20 +33,22 @@ class Unit(UnitCalls):
         name: its name within the region.
         kind: kind of its outputs. A `COLLECTIVE` is never run again. None: the outputs are cheap, and captured only if
             a plan decides so.
-        is_row_wise: returns whether each row of the outputs comes from one row of the first argument. Called in each
-            call of the unit, with the state that `forward` yields, unless `kind` or `is_shared` rules rows out.
-        is_shared: whether other ranks take part; if so, it runs again on all of them or on none.
-        puts_back: whether it may draw from a generator and then restore its state, as `torch.random.fork_rng` does.
-        writes_unsaid: whether its kernels may write to arguments that it returns, unseen by torch's version counters.
-        lasting: called after each call; returns tensors that outlive the unit, such as the cast of a weight that its
+        is_row_wise: returns whether each row of the outputs comes from one row of the first argument. Called in
+            every call of the unit with the state that `forward` yields, unless `kind` or `is_shared` rules out swaps by
+            rows.
+        is_shared: whether other ranks take part; if so, the unit runs again on all of them or on none.
+        puts_back: whether the unit may draw from a generator and then restore the generator's state, as
+            `torch.random.fork_rng` does.
+        writes_unsaid: whether the unit may write, without advancing versions, to arguments that it returns.
+        lasting: called after each call; returns tensors that outlive the call, such as the cast of a weight that the
             module keeps. If the unit saves such a tensor for backward, memplug holds it instead of capturing it.
-        reads: returns the parameters that it reads besides its arguments.
-        forward: returns the context of a forward, which yields the state that the unit needs to run again. The state is
-            complete once the forward is over.
-        again: returns, for that state, the context in which the unit runs again.
+        reads: returns the parameters that the unit reads besides its arguments.
+        forward: returns the context in which the unit's forward runs. The context yields the state that the unit needs
+            to run again; the state is complete once the forward is over.
+        again: gets the state that `forward` yielded, and returns the context in which the unit runs again.
 
     Attributes:
-        writes: indices, among its tensor arguments, of those that its calls have written to so far.
+        writes: indices, among the tensors of the arguments, of those that calls have written to so far.
     """
 
     def __init__(
@@ -71,18 +73,18 @@ class Unit(UnitCalls):
 
     def note_writes(self, written: Sequence[int]) -> None:
         """Note further arguments that a call wrote to; memplug assumes that every later call writes to them too."""
-        if not self.is_shared:  # a shared unit that writes keeps its region opaque
+        if not self.is_shared:  # a unit that communicates and writes keeps its region opaque
             self.writes.update(written)
             self.executor.functions.note_found()
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `call(*args, **kwargs)`, as a unit of the region whose forward is under way, if there is one."""
         executor = self.executor
-        if not (torch.is_grad_enabled() or self.writes):  # no unit: memplug holds the outputs
+        if not (torch.is_grad_enabled() or self.writes):  # not as a unit: memplug holds the outputs
             return call(*args, **kwargs)
         if executor.recomputing:
             state = executor.next_state(self)
-            with executor.rerunning(), self.again(state):  # units inside of it run as its code
+            with executor.rerunning(), self.again(state):  # units inside of this one run as plain code
                 return call(*args, **kwargs)
         if not executor.core.observes():
             return call(*args, **kwargs)
@@ -95,7 +97,7 @@ class Unit(UnitCalls):
 def _overload(kind: CaptureKind | None, is_shared: bool) -> str:
     """Return the overload of the operators that stand for a unit on the tape (native/units/units.cpp).
 
-    In a call that works by rows, `Unit.run` uses "rows" instead of "whole".
+    In a call that `is_row_wise`, `Unit.run` uses "rows" instead of "whole".
     """
     if kind is None:
         return "shared" if is_shared else ""
@@ -130,8 +132,8 @@ def run_again(
         state: the state that the unit's forward yielded.
         surroundings: see `restored`.
         ambient: the further arguments of `restored`; None: this pass already runs in the forward's state.
-        sources: (is_saved, index) for each part. Its tensor has this index among the tensors that the forward saved for
-            backward if `is_saved`, else among those that it returned. None: the part is not needed.
+        sources: for each part of the unit, where its tensor is: (True, index among the tensors that the unit saves for
+            backward), or (False, index among the tensors that it returns). None: the part is not needed.
         count: how many tensors the forward saved.
 
     Raises:
@@ -149,7 +151,8 @@ def run_again(
     around = _NOTHING if ambient is None else restored(executor.device, surroundings, *ambient)
     with no_transforms(), executor.rerunning(), around, hooks, unit.again(state):
         out = call(*args, **kwargs)
-    if wanted and len(saved) != count:  # if none is wanted, the model's own hooks may have taken all
+    # if no saved tensor is wanted, their number does not matter: the model's own hooks may have taken them
+    if wanted and len(saved) != count:
         raise RecomputeError(
             f"region {region.name}: {unit.name} saved {count} tensors for backward, and {len(saved)} when run again",
             code="MP021",

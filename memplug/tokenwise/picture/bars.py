@@ -11,7 +11,7 @@ from memplug.plans.schema import MemoryPlan
 from memplug.tokenwise.picture.decisions import decisions, region_words, short_region_names
 from memplug.words import duration, size
 
-# Colours that the map of addresses does not use. Lighter ones are for bytes that take less of link and memory.
+# colours that the map of addresses does not use; a lighter one is for bytes that cost less link time and memory
 _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (
     ColourGroup("swapped", "#8e2f6f"),
     ColourGroup("swapped, only if needed", "#8e2f6f", hatched=True),
@@ -19,9 +19,9 @@ _SWAPPED, _LATE, _KEPT, _PLAIN, _RECOMPUTED = (
     ColourGroup("kept, as without memplug", "#f0c9de"),
     ColourGroup("recomputed", "#c9c4bb"),
 )
-_LABELS_AT_MOST = 40  # most labels of regions along the axis; more would touch
-_LETTERS_AT_MOST = 18  # most letters of a label
-_ROWS_AT_LEAST = 8  # fewest rows of the axis; with fewer, bars would be too thick
+_LABELS_AT_MOST = 40  # labels of regions along the axis; more would touch
+_LETTERS_AT_MOST = 18  # letters in a label
+_ROWS_AT_LEAST = 8  # rows of the axis; with fewer, bars would be too thick
 _THICKNESS = 0.8  # thickness of a bar, in rows of the axis; 1 leaves no gap
 _WIDTH = 0.36  # width of the column, relative to the map of addresses
 
@@ -70,5 +70,5 @@ def _predicted(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _cut(name: str) -> str:
-    """Shorten a name to leave room for its bar."""
+    """Cut off the start of a long name, to leave room for its bar."""
     return name if len(name) <= _LETTERS_AT_MOST else "…" + name[1 - _LETTERS_AT_MOST :]

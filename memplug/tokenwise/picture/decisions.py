@@ -95,7 +95,7 @@ def bytes_words(facts: dict[str, Any]) -> str:
 
 
 def region_words(region: dict[str, Any], *, each: bool = False) -> str:
-    """Return the decisions for a region in words; with `each`, for each of several regions that are alike."""
+    """Return a region's decisions in words; `each` says that they hold for each of several equal regions."""
     words = bytes_words(region) + (" each" if each else "")
     if region["plain"]:
         return f"{words}, as without memplug"
@@ -103,7 +103,7 @@ def region_words(region: dict[str, Any], *, each: bool = False) -> str:
 
 
 def bound_words(bound: str) -> str:
-    """Return `TokenwisePlan.bound` as it stands after "bound by"."""
+    """Return `TokenwisePlan.bound` in words that can follow "bound by"."""
     return "nothing" if bound == "none" else bound
 
 
@@ -140,7 +140,7 @@ def _region(name: str, setting: Setting) -> dict[str, Any]:
 
 
 def _region_rows(regions: list[dict[str, Any]]) -> Rows:
-    """Return a line for each of the first stretches of regions with equal decisions, and one line for all others."""
+    """Return lines, one for each run of neighbouring regions with equal decisions; the last may sum up all others."""
     names = [region["name"] for region in regions]
     short = dict(zip(names, short_region_names(names), strict=True))
 

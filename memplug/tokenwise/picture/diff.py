@@ -77,7 +77,7 @@ def rows(facts: dict[str, Any]) -> Rows:
 
 
 def _chosen(setting: Setting) -> tuple:
-    """Return a region's choices, to compare them, without the bytes that follow from them."""
+    """Return a region's decisions in a form to compare, without the bytes that follow from them."""
     plain = setting.plain_bytes is not None
     return plain, (setting.swaps_input and not plain), setting.plan or {}
 
@@ -97,7 +97,7 @@ def _changed_words(facts: dict[str, Any]) -> str:
 
 
 def _changed_rows(changed: list[dict[str, Any]]) -> Rows:
-    """Return lines for the first changed regions; neighbours with the same change share a line."""
+    """Return lines for changed regions, up to a limit; neighbours with the same change share a line."""
     short = short_region_names(each["name"] for each in changed)
     named = [(layer_words(name), _one(each)) for name, each in zip(short, changed, strict=True)]
     lines = []

@@ -49,7 +49,7 @@ Quantity = float | Linear
 
 
 class Amounts(NamedTuple):
-    """Time and memory of one or more instances of regions, as numbers or as `Linear` expressions."""
+    """Compute times and bytes of instances (single forwards) of regions, as numbers or as `Linear` expressions."""
 
     forward_s: Quantity = 0.0
     """Compute time of forward, without waits for the link."""
@@ -81,9 +81,9 @@ def together(one: Amounts, instances: int, staying: int) -> Amounts:
 
 
 def unchosen(region: PlannedRegion, budget: Budget, inputs_swapped: bool, plain: bool = False) -> Amounts:
-    """Return the amounts of one instance without its decisions: its compute, and its input if inputs are swapped.
+    """Return the amounts of one instance that no decision changes: its compute, and its input if inputs are swapped.
 
-    A plain instance swaps nothing and has no overhead.
+    A plain instance swaps no input, and memplug adds no overhead to its compute.
     """
     if plain:
         return Amounts(region.forward_s, region.backward_s)
@@ -111,23 +111,23 @@ def chosen(
 def passes_s(
     first: Amounts, last: Amounts, budget: Budget, largest: Callable[..., Quantity] = max
 ) -> tuple[Quantity, Quantity]:
-    """Return the seconds of forward and of backward. Each takes as long as its compute or its copies, the longer one.
+    """Return the seconds of forward and of backward: for each, the larger of its compute time and its copy time.
 
     MEMO requires that each layer's copies fit into that layer's forward. Here all copies of a pass together are
     compared with all compute of that pass. A copy may lag behind by more than a layer, buffers in flight smooth the
     differences between regions, and backward takes longer than forward. For equal layers this is MEMO's constraint.
 
-    The two groups of a region may differ. In forward, copies of the first groups may lag into the forward of the last
-    groups. In backward, they may run ahead, during the backward of the last groups. This backlog takes device memory:
-    at most the device bytes that the first groups' kept outputs leave free. The copies of the last groups do not
-    overlap with compute of the first groups.
+    A region's first group may have other decisions than its last one. In forward, copies of the first groups may still
+    run during the last groups. In backward, copies of the first groups may run ahead, during the last groups. The
+    tensors of these copies take device memory: at most the bytes that the first groups' kept outputs leave free. Copies
+    of the last groups never overlap with compute of the first groups.
 
     Args:
         first: amounts of the first groups of all regions.
         last: amounts of all other groups.
         budget: link rates and device bytes.
-        largest: `max`; for expressions `LinearProgram.largest`, which is exact because minimizing the times minimizes
-            its results.
+        largest: `max` for numbers. For expressions, `LinearProgram.largest`: it is exact because the program minimizes
+            the times, and with them the columns that it returns.
     """
     unhidden_bytes = first.link_bytes + first.kept_bytes - budget.device_bytes
     all_bytes = first.link_bytes + last.link_bytes
@@ -175,7 +175,7 @@ def measure(
     Args:
         regions: every kind of region of the step, once each.
         groups: each region's groups, in the order of the forward.
-        budget: link rates, host bytes and device bytes; the plan may exceed the bytes.
+        budget: link rates, host bytes and device bytes; a plan that exceeds these bytes is returned too.
         inputs_swapped: see `TokenwisePlan`.
         alpha: see `TokenwisePlan`.
         alpha_cut_by_host: see `TokenwisePlan`.

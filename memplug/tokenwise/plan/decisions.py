@@ -17,7 +17,7 @@ class Decision(NamedTuple):
 
     operator: str
     """The operator's name with its overload, such as "aten::mm". If a forward runs another operator at this index, the
-    region does as without a plan: it swaps the fraction `Setting.rows` of a matmul, and other expensive ones whole."""
+    decision does not count: a matmul is swapped by the fraction `Setting.rows`, another expensive operator whole."""
     fraction: float
     """Fraction of the rows to swap, in (0, 1]; 1 if the outputs are kept."""
     keep: bool = False
@@ -28,12 +28,13 @@ class Learnt:
     """Findings about a region from its forwards under one setting.
 
     Attributes:
-        communicates: the region's recompute passes launch collectives, so all ranks must run the same passes.
-        offloads_late: in the last step, the region's backward ran before any of its tensors had to be released. So the
-            region now offloads a tensor only when the tensor has to be released.
+        communicates: whether the region's recompute passes launch collectives, so all ranks must run the same passes.
+        offloads_late: whether, in the last step, the region's backward ran before any of its tensors had to be
+            released. If so, the region offloads a tensor only when the tensor has to be released.
         unneeded: operators whose captured outputs no backward asked for. Maps an operator's index to its name
             (`Decision.operator`).
-        asks: the region's forward itself computes a gradient, which needs every tensor that autograd has saved so far.
+        asks: whether the region's forward itself computes a gradient: that needs every tensor that autograd has saved
+            so far.
     """
 
     communicates: bool
@@ -50,15 +51,15 @@ class Setting:
 
     Attributes:
         key: regions with the same key ran the same operators and share a plan.
-        rows: fraction of the rows of a matmul's output to swap, in [0, 1], if `plan` is None or has another operator
-            there.
+        rows: fraction of the rows of a matmul's output to swap, in [0, 1]. It counts only if `plan` is None or names
+            another operator at the matmul's index.
         plan: decisions by index of the operator in the region's tape; None before there is a plan.
         swaps_input: whether the input is offloaded; if not, it stays on the device.
         forward_bytes: predicted bytes that one forward offloads; None without a prediction.
         planned_from: fingerprint of the tape that the plan was made from; None if there is no such tape, as for an
             opaque region.
-        plain_bytes: the region runs as without memplug while the tensors among its arguments take at most this many
-            bytes together; None: it never does.
+        plain_bytes: the region runs as without memplug if the tensors among its arguments take at most this many bytes
+            together; None: it never does.
         kept_bytes: planned bytes of outputs that stay on the device from one forward to its backward.
         recomputed_bytes: planned bytes of outputs that one recompute pass makes.
         is_agreed: whether all ranks with which the region's units communicate use this setting too. If so, a recompute
@@ -91,8 +92,8 @@ class Decisions(PlanPart):
     peak_bytes: int | None = None
     """Predicted peak of the memory allocated on the device, without rounding buffers; None: unknown."""
     held_bytes: int | None = None
-    """Limit of the device bytes that the saved tensors of all regions take together. `peak_bytes` is predicted for this
-    limit. None: the limit of full recomputation."""
+    """Limit, in backward, of the device bytes of all regions' saved tensors together; `peak_bytes` assumes this limit.
+    None: the executor's default limit, that of full recomputation."""
     full_recomputation_s: float | None = None
     """Predicted time of all regions in a step that recomputes everything."""
     d2h_bytes_per_s: float = 0.0
@@ -101,5 +102,5 @@ class Decisions(PlanPart):
     """Link rate from host to device at that time; 0: unknown."""
 
     def does_as(self, other: Decisions) -> bool:
-        """Return whether regions run the same under both decisions."""
+        """Return whether every region has the same setting under `other`."""
         return self.settings == other.settings

@@ -20,9 +20,9 @@ from memplug.tokenwise.plan.model import (
 
 
 def without_idle(regions: Sequence[PlannedRegion], plan: TokenwisePlan, budget: Budget) -> TokenwisePlan:
-    """Return the plan, but recompute captured outputs if that does not make the step longer.
+    """Return the plan without captures that do not make the step shorter: those outputs are recomputed instead.
 
-    Outputs are tried one by one. A try includes the time of all further operators that would then have to run.
+    Outputs are tried one by one. The time of a try includes all further operators that recomputing the output needs.
 
     Args:
         regions: the regions that the plan is for, in any order.
@@ -39,14 +39,14 @@ def without_idle(regions: Sequence[PlannedRegion], plan: TokenwisePlan, budget: 
             available = keep | {index for index, fraction in fractions.items() if fraction >= 1.0}
             for index in (*group.fractions, *sorted(group.keep)):
                 operator, fraction = region.operators[index], fractions.get(index, 0.0)
-                more, _ = passes.asked(region.saved, available - {index})  # operators that would then run
+                more, _ = passes.asked(region.saved, available - {index})  # operators that run if `index` is recomputed
                 less = {i: part for i, part in fractions.items() if i != index}
                 change = chosen(
                     budget,
                     recompute_s=recompute_s(region.operators, more, less)
                     - recompute_s(region.operators, runs, fractions),
                     swapped_bytes=-part_bytes(operator.output_bytes, operator.rows, fraction),
-                    swapped_tensors=0,  # they only add padding, which takes no time
+                    swapped_tensors=0,  # their number adds only padding, which takes no time
                     kept_bytes=-operator.output_bytes if index in keep else 0,
                 )
                 every = together(change, group.instances, region.staying if at == len(parts) - 1 else 0)

@@ -22,8 +22,8 @@ class LinearProgram:
     """A mixed integer linear program that is built column by column and row by row.
 
     Attributes:
-        unit_s: seconds that rows and the objective count as 1, so that their numbers are near 1.
-        unit_bytes: bytes that they count as 1, for the same reason.
+        unit_s: the unit of time in rows and in the objective, in seconds; chosen to bring their numbers near 1.
+        unit_bytes: the unit of memory in rows and in the objective, in bytes; chosen for the same reason.
         cost: coefficient of each column in the objective, which is minimized.
     """
 
@@ -50,11 +50,11 @@ class LinearProgram:
         self.limits.append(at_least)
 
     def largest(self, *pieces_s: Linear) -> Linear:
-        """Return a new column that is at least each of these seconds. Minimized, it is the largest of them."""
+        """Return a new column that is at least each of `pieces_s`, and equals the largest once it is minimized."""
         return self._largest(pieces_s, self.unit_s)
 
     def largest_bytes(self, pieces: Sequence[Linear]) -> Linear:
-        """Return a new column that is at least 0 and each of these bytes. Minimized, it is the largest of them."""
+        """Return a new column that is at least 0 and each of `pieces`, and equals the largest once it is minimized."""
         return self._largest(pieces, self.unit_bytes)
 
     def _largest(self, pieces: Sequence[Linear], unit: float) -> Linear:
@@ -65,9 +65,9 @@ class LinearProgram:
         return result
 
     def limit(self, nbytes: Linear, at_most: float, margin: float) -> None:
-        """Add a row that limits `nbytes` to `at_most`, less a margin in units of `unit_bytes`.
+        """Add a row that limits `nbytes` to `at_most` bytes, less `margin` times `unit_bytes`.
 
-        If the constant part of `nbytes` alone exceeds the limit, the row allows that part and no more.
+        If the constant of `nbytes` alone exceeds the limit, the row limits `nbytes` to that constant.
         """
         left = (Linear(at_most) - nbytes) / self.unit_bytes
         self.row(left.terms, at_least=min(margin - left.constant, 0.0))

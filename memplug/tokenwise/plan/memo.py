@@ -51,7 +51,7 @@ def fraction_of(regions: Sequence[PlannedRegion], budget: Budget) -> float:
 
 
 def _parts(region: PlannedRegion) -> tuple[set[int], set[int]]:
-    """Return the operators that MEMO swaps whole, and those whose first rows it swaps."""
+    """Return the indices of the operators that MEMO swaps whole, and of those that it swaps by rows."""
     capturable = {i for i, operator in enumerate(region.operators) if operator.capturable}
     always = {i for i in capturable if region.operators[i].always_swapped}
     live = needed(region.operators, region.saved, region.given, always)
@@ -85,7 +85,7 @@ def fixed(
     if left_bytes < 0:
         alpha, whole = 0.0, [set() for _ in regions]
     elif cut:
-        alpha = left_bytes / rows_bytes * (1.0 - 1e-12)  # less, so that rounding never exceeds `left_bytes`
+        alpha = left_bytes / rows_bytes * (1.0 - 1e-12)  # slightly less: rounding must not exceed `left_bytes`
     groups = [
         [group_of(region, region.instances, dict.fromkeys(always, 1.0) | dict.fromkeys(some, float(alpha)), ())]
         for region, always, some in zip(regions, whole, rows, strict=True)

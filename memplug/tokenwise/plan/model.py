@@ -1,7 +1,8 @@
-"""The planner's data: regions, budgets and plans. Also finds the operators that a recompute pass runs.
+"""The planner's data: regions, budgets and plans; and a function that finds the operators of a recompute pass.
 
 A *region* is a piece of the model that runs forward once and is recomputed before its backward (MEMO, section 4.1: a
-transformer layer). Each output of its operators is swapped to the host, kept on the device or recomputed.
+transformer layer). Each output of its operators is swapped to the host, kept on the device or recomputed. Regions that
+run the same operators are *instances* of one `PlannedRegion`; so are several forwards in flight of one region.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from memplug.tokenwise.plan.rules import Passes, rows_taken
 class PlannedOperator:
     """One operator of a region's forward; inputs and outputs are ids of storages, not of tensors.
 
-    A view has no inputs and outputs here, since it moves no bytes; its readers name the storage. (A view with
-    `always_runs` would otherwise make recompute passes produce a storage that no operator reads.) An operator that
-    mutates a storage lists it as input and output.
+    A view moves no bytes, so it has no inputs and outputs here. Operators that read the view have the viewed storage as
+    input. (Otherwise a view with `always_runs` would make recompute passes produce a storage that no operator reads.)
+    An operator that mutates a storage lists it as input and as output.
     """
 
     name: str
@@ -32,17 +33,17 @@ class PlannedOperator:
     """Bytes of all outputs together."""
     capture: Literal["rows", "whole", "never"]
     """How the outputs may be captured. "rows": any fraction of the rows is swapped, and the other rows are recomputed.
-    "whole": all rows or none. "never": for views, random operators and mutating operators."""
+    "whole": all rows or none. "never": for views, random operators, mutating operators and small outputs."""
     rows: int = 0
     """Rows of an output that is captured by rows: only whole rows are copied. 0: unknown, any fraction is possible."""
     always_runs: bool = False
-    """Whether every recompute pass runs the operator (random operators, collectives). It is never captured."""
+    """Whether every recompute pass runs the operator (random operators, collectives); it is never captured."""
     always_swapped: bool = False
     """Whether a plan with a fixed alpha swaps the outputs whole (MEMO: the attention output)."""
     made_by_rows: int | None = None
-    """Index of the unit that makes this output; None: the operator makes it itself. The unit is an earlier operator,
-    and its time includes making this output. The unit runs on every row that one of its outputs lacks. The unit
-    itself is never captured."""
+    """Index of the unit, an earlier operator, that makes this output; None: the operator makes it itself. The unit's
+    time includes making the output. A recompute pass runs the unit on each row that is missing in any of its outputs.
+    The unit itself is never captured."""
 
     @property
     def capturable(self) -> bool:
@@ -71,15 +72,15 @@ class PlannedRegion:
     backward_s: float
     """Seconds of one instance's backward without a recompute pass."""
     overhead_forward_s: float = 0.0
-    """Seconds of one forward in which the device waits for memplug's own work. Does not count for plain instances."""
+    """Seconds of one forward in which the device waits for memplug's own work; a plain instance has none."""
     overhead_backward_s: float = 0.0
     """Seconds of one backward in which the device waits for memplug's own work."""
     staying: int = 0
-    """Number of further forwards whose tensors stay on the device, because their backward starts before the tensors
-    have to be released. They get the decisions of the last group."""
+    """Number of further instances whose tensors stay on the device, because their backward starts before the tensors
+    have to be released. These instances get the decisions of the last group."""
     saved_bytes: int = 0
-    """Bytes of all tensors that the backward of one instance asks for, a swapped input included. Other tensors that
-    existed before the region do not count. 0: unknown."""
+    """Bytes of all tensors that the backward of one instance asks for; 0: unknown. Of the tensors that existed before
+    the region, only a swapped input counts."""
 
     @property
     def safest_bytes(self) -> int:
@@ -147,7 +148,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Consecutive instances of a region with the same decisions; all amounts are those of one instance."""
+    """Consecutive instances of a region with the same decisions; bytes and seconds are those of one instance."""
 
     instances: int
     fractions: dict[int, float]
@@ -155,7 +156,8 @@ class Group:
     keep: frozenset[int]
     """Indices of the operators whose outputs are kept on the device."""
     runs: frozenset[int]
-    """Indices of the operators that the recompute pass runs. Those in `fractions` run only on rows not swapped."""
+    """Indices of the operators that the recompute pass runs. Operators in `fractions` run only on rows that are not
+    swapped."""
     swapped_bytes: int
     """Bytes swapped, the region's input not included."""
     kept_bytes: int
@@ -218,7 +220,7 @@ class TokenwisePlan:
     forward_s: float
     """Seconds of the forwards of all regions' instances, with waits for the link."""
     backward_s: float
-    """Seconds of their backwards and recompute passes, with waits for the link."""
+    """Seconds of all instances' backwards and recompute passes, with waits for the link."""
     step_s: float
     """Forward and backward together."""
     host_bytes: int
@@ -242,8 +244,8 @@ def needed(
 ) -> frozenset[int]:
     """Return the indices of the operators that a recompute pass must run.
 
-    An operator runs if backward or a running operator asks for one of its outputs, unless the operator is `available`.
-    The more operators are available, the fewer run.
+    An operator runs if backward, or another operator that runs, asks for one of its outputs and the operator is not in
+    `available`.
 
     Args:
         operators: the region's operators in program order.
@@ -263,8 +265,8 @@ def passes_of(operators: Sequence[PlannedOperator], given: Collection[int]) -> P
 def group_of(region: PlannedRegion, instances: int, fractions: dict[int, float], keep: Collection[int]) -> Group:
     """Return the group with these fractions and kept outputs.
 
-    Any choice is valid, since the recompute pass runs every operator that backward still needs. Choices for
-    outputs that neither backward nor the pass asks for are dropped.
+    Any combination is valid, since the recompute pass runs every operator that backward still needs. Outputs that
+    neither backward nor the pass asks for are not captured.
     """
     operators = region.operators
     available = {index for index, fraction in fractions.items() if fraction >= 1.0} | set(keep)
@@ -302,7 +304,7 @@ def _in_rows(fraction: float, rows: int) -> float:
 
 
 def part_bytes(nbytes: int, rows: int, fraction: float) -> int:
-    """Return the bytes of a fraction of an output, in whole rows if their number is known.
+    """Return the bytes of a fraction of an output, in whole rows if the number of rows is known.
 
     Args:
         nbytes: size of the output.

@@ -1,7 +1,7 @@
 """Plans under which all regions, or only the last ones, run as without memplug.
 
-If the device has room for every tensor that backward asks for, all regions run so. If it has room for only some of
-these tensors, the last regions run so, because their tensors live shortest.
+If the device has room for every tensor that backward asks for, all regions run in this way. If it has room for only
+some of these tensors, the last regions do, because their tensors live shortest.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def solve(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan | N
 
 
 def solve_partly(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwisePlan | None:
-    """Return the plan under which as many of the last instances as the device can hold run as without memplug.
+    """Return the plan with as many plain instances as the device can hold; these run as without memplug.
 
-    These are the same share of every region's instances. The other instances are planned within the device bytes that
-    remain.
+    The last instances of each region are plain, the same share in every region. All other instances are planned within
+    the device bytes that remain.
 
     Args:
         regions: every kind of region of the step, once each.
         budget: link rates, host bytes and device bytes.
 
     Returns:
-        The plan; None if the device cannot hold even one of them, or a region's saved bytes are unknown.
+        The plan; None if the device cannot hold even one plain instance, or a region's saved bytes are unknown.
     """
     if not all(region.saved_bytes for region in regions):
         return None
@@ -59,7 +59,7 @@ def solve_partly(regions: Sequence[PlannedRegion], budget: Budget) -> TokenwiseP
 
 
 def _beside(regions: Sequence[PlannedRegion], sizes: Sequence[int], budget: Budget) -> TokenwisePlan:
-    """Return the plan with the last `sizes` instances of each region plain, and the others as the solver decides."""
+    """Return the plan in which the last `sizes` instances of each region are plain; the solver decides on the rest."""
     rest = [
         replace(region, instances=region.instances - size, staying=0 if size else region.staying)
         for size, region in zip(sizes, regions, strict=True)

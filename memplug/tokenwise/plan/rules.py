@@ -72,10 +72,7 @@ class Passes:
         return actions
 
     def _flat(self, storages: Sequence[Iterable[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ends, storages): where each operator's part of `storages` ends, and all operators' storages.
-
-        Storages are renumbered without gaps.
-        """
+        """Return two arrays: the index where each operator's storages end, and all storages, numbered without gaps."""
         numbers = [[self._numbers.setdefault(each, len(self._numbers)) for each in some] for some in storages]
         return np.array([*accumulate(map(len, numbers))], np.int32), np.array([*sum(numbers, [])], np.int32)
 
@@ -84,7 +81,7 @@ class Passes:
 
 
 def rows_taken(fraction: float, rows: int) -> int:
-    """Return how many of `rows` rows to capture for a fraction."""
+    """Return how many of `rows` rows are captured if `fraction` of them is to be swapped."""
     return load().memplug_rows_taken(fraction, rows)
 
 

@@ -69,8 +69,8 @@ def solve(regions: Sequence[PlannedRegion], budget: Budget, alpha: float | Liter
     """Return the plan with the shortest step, or the plan of a fixed alpha (MEMO, section 4.1).
 
     Inputs are swapped first, since they fill the device as sequences grow. With a fixed alpha, the outputs of
-    `always_swapped` operators come next. Last comes the fraction alpha of outputs that are captured by rows and that a
-    recompute pass would make. Alpha is lowered if host memory has no room for it.
+    `always_swapped` operators come next. Last comes the fraction alpha of each output that can be captured by rows
+    and would otherwise be recomputed. Alpha is lowered if host memory has no room for it.
 
     Args:
         regions: every kind of region of the step, once each.
@@ -227,8 +227,8 @@ class _Search:
         """Solve the program of one cut. If its plan exceeds a budget, solve a stricter program.
 
         A plan must not exceed a budget by a single byte. But HiGHS satisfies a row only to about 1e-6, and the program
-        counts padding and bytes in flight in proportion to the swapped share of a tensor. So further attempts count
-        each tensor in flight whole, which is slower, and add a margin.
+        counts padding and bytes in flight in proportion to the swapped share of a tensor. So further attempts add a
+        margin, and count each tensor in flight whole, which is slower to solve.
 
         Returns:
             The plan; None if no attempt finds one within the budgets.
@@ -333,7 +333,7 @@ class _Search:
 def _chosen(x: np.ndarray, columns: _Columns) -> tuple[dict[int, float], list[int]]:
     """Return the swapped fractions and the operators to keep, each by operator index.
 
-    Rounds fractions that are within the solver's tolerance of 0 or 1.
+    Fractions within the solver's tolerance of 0 or 1 are rounded.
     """
     fractions = {index: min(max(float(x[column]), 0.0), 1.0) for index, column in columns.swap.items()}
     snapped = {i: round(y) if min(y, 1.0 - y) < 1e-6 else y for i, y in fractions.items()}
