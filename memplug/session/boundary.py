@@ -58,7 +58,7 @@ log = logging.getLogger("memplug")
 
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
-WATCHED_STEPS = 8  # while stable, every 8th step is compared by operators too, the others by node counts and sizes
+WATCHED_STEPS = 8  # while stable, steps are compared by node counts and input sizes, every 8th also by operators
 
 
 class Boundary:

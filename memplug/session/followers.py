@@ -209,7 +209,7 @@ class Followers:
         """Switch all techniques to the program of the step that begins.
 
         Args:
-            key: the program; None if it is unknown.
+            key: the lasting program with its decisions; None if no program lasts.
         """
         for follower in self._all:
             follower.enter(key)

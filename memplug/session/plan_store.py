@@ -1,7 +1,7 @@
 """A folder of plans, one for each program of a job; a later run of the job resumes from them at its first step.
 
 Each plan is for one program of one rank. Ranks that run the same program share the file of the lowest of them. Either
-all ranks resume, or none does: they use only plans for programs of one run for which every rank has a plan.
+all ranks resume, or none does: a rank uses its plan for a program only if each rank has one from the same run.
 """
 
 from __future__ import annotations

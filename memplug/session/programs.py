@@ -152,7 +152,7 @@ class Programs:
     def renew(self, baseline: Program) -> None:
         """Make the latest step the current program's baseline, if it differs from the baseline or shows more.
 
-        It shows more if it was watched and the baseline was not, or if more regions were observed in it.
+        A step shows more than the baseline if only the step was watched, or if more regions were observed in it.
 
         Args:
             baseline: the latest step.

@@ -74,8 +74,8 @@ class Technique(abc.ABC, Generic[Part]):
     def propose(self, trace: Trace | None) -> Part | None:
         """Return a part for the program whose step ended, or None to be asked again after the next step.
 
-        The first call begins the work, and later calls continue it. They may do so while a part is in force; a new part
-        then replaces that one. Long work runs beside training: no step waits for it.
+        The first call begins the work, and later calls continue it. A part that is proposed while another is in force
+        replaces that one. Long work runs beside training: no step waits for it.
 
         Args:
             trace: the trace of the step, if it was recorded as `detail` asks.
