@@ -172,7 +172,7 @@ class InForce:
             clock: the clock of the measured step.
 
         Returns:
-            Seconds, float64[places]; None if nothing was measured, or other operators than those of `clock`.
+            Seconds, float64[places]; None if nothing was measured, or the step did not run the operators of `clock`.
         """
         self._device.synchronize()
         measured = None if self._swapper is None else self._swapper.operators_s()

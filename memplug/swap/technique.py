@@ -240,7 +240,7 @@ class SwapsWhole(Technique[SwapPart]):
         return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
 
     def _departs(self, missed: int) -> bool:
-        """Return whether to plan without dynamic layers' tensors: several steps in a row missed too many tensors."""
+        """Return whether to plan without dynamic layers' tensors: too many were not found in several steps in a row."""
         missing = missed > MISSED_SHARE * len(self.part.targets)
         self._missing_steps = self._missing_steps + 1 if missing else 0
         return self._missing_steps >= MISSED_STEPS and not self._sizes_vary

@@ -1,8 +1,8 @@
 """Describes tensors by their uses, so that they are found again in another step (Chameleon, appendix A).
 
-The features are exact integers: the number of operators that have read the tensor; a bit for each of the most frequent
-operators, set if it has read the tensor; and the last eight operators that have read it. The native core keeps the same
-features of every tensor during a step (memplug/swap/native/tensor_features.h).
+The features are exact integers: how many operators have read the tensor, which of the most frequent operators are among
+these readers, and the last eight readers. The native core keeps the same features of every tensor during a step
+(memplug/swap/native/tensor_features.h).
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
     """Return a use by which the native core can find each wanted tensor at an outermost operator.
 
     Two uses look alike if their operators, slots, sizes and dtypes are the same, and their `Features.uses` differ by at
-    most `EDITS`: in a step with that many operators more or fewer, their features could be equal. An anchor shows
-    which use a look-alike is if it sets the clock before or as the look-alike's operator runs. The look-alike's own
-    operator may be the anchor's. If the look-alike comes later, so may any operator between the two uses.
+    most `EDITS`: in a step with that many operators more or fewer, their features could be equal. An anchor sets the
+    clock to its own place, so that the core does not take a look-alike for the wanted use. The anchor may be a read by
+    the look-alike's operator. If the look-alike comes later, it may also be a read by an operator between the two uses.
 
     Args:
         step: one step with tensors.
@@ -109,8 +109,8 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
     Returns:
         (use, tolerance) for each pair that can be told apart from its look-alikes. The tolerance is the most places by
         which the use may be off its planned place. It is less than half of the distance to the nearest look-alike of
-        another tensor, and at least `EDITS` less than the distance to the nearest one without an anchor. If nested
-        operators use the tensor too, `use` is the one with the largest tolerance.
+        another tensor. It is also less than the distance to the nearest one without such an anchor, minus `EDITS`. If
+        nested operators use the tensor too, `use` is the one with the largest tolerance.
     """
     anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[TensorUse]] = {}
