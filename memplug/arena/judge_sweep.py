@@ -54,7 +54,7 @@ class _Waits:
     """The times at which streams have waited for the work of another stream.
 
     The constructor visits the orderings from the last to the first. For each ordering it stores when each stream has
-    waited for all work of the ordering's stream `before` up to then. A stream never waits for its own work: _LONG_AGO.
+    waited for all work of the ordering's stream `before` up to then. `before` itself need not wait: `_LONG_AGO`.
     """
 
     def __init__(self, orderings: np.ndarray, streams: list[int]) -> None:
