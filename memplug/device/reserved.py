@@ -1,9 +1,9 @@
 """The overhead of a step: the device memory that it reserves beyond the bytes of its tensors.
 
-Plans leave room for the overhead in their budget. With the arena, memplug measures it once the arena has served a whole
-step. Before that, it counts only the holes in those segments of torch's allocator that hold tensors from step to step.
-The allocator's cache does not count then: the allocator empties it when the device is full, so steps before the arena
-serves may take longer, but they fit.
+Plans leave room for the overhead in their budget. With the arena, memplug measures the overhead once the arena has
+served a whole step. Until then memplug counts only the holes in those segments of torch's allocator that hold tensors
+from step to step. The allocator's cache does not count: the allocator empties it when the device is full, so steps
+before the arena serves may take longer, but they fit.
 
 Without the arena the overhead is the cache of torch's allocator.
 """
