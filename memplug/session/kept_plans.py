@@ -186,7 +186,7 @@ class KeptPlans:
         lasting = made.lasting
         index = _index_of(lasting)
         former = self._kept.get(index)
-        # do not overwrite a plan that also has the part of a technique that is off in this run
+        # do not overwrite a plan that has more parts: a technique may be off in this run alone
         has_less = former is not None and former.lasting == lasting and len(made.parts) < len(former.parts)
         if former == made or has_less or not (made.parts or lasting.decisions):
             return
