@@ -159,7 +159,7 @@ def _sweep(
     now = table["lower"][rows]
     order = np.argsort(now, kind="stable")  # at equal times, holders come first
     if not same:
-        now[: len(holding)] = NEVER  # `use` then refuses no row of `holding`: none is held until NEVER
+        now[: len(holding)] = NEVER  # so `use` refuses no row of `holding`: no bytes are held so long
         user[len(holding) :] = _NOBODY
     places, begin_and_end = np.unique(np.concatenate([offsets[rows], ends[rows]]), return_inverse=True)
     begin, end = begin_and_end.reshape(2, -1)

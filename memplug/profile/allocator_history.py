@@ -195,7 +195,7 @@ class _Replay:
         """Complete the replay with the blocks that were in use at the time of the snapshot.
 
         A block of `blocks` for which the snapshot has no events was in use all along. If the snapshot lists its blocks
-        (`known`), the replay frees each block that it lacks, and counts this free as missing.
+        (`known`), the replay frees each block in use that is not listed, and counts this free as missing.
         """
         at_end = set()
         for address, size in blocks:
