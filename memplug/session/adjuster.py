@@ -45,7 +45,7 @@ class _StepBallot:
 class Lasting:
     """A program and the decisions that it runs under; both are compared by identity.
 
-    The program is None if alpha is a number: then nothing is planned, and steps are not compared.
+    The program is None if alpha is a number, or without regions: the session then compares no steps.
     """
 
     program: Remembered | None
@@ -63,7 +63,7 @@ class Lasting:
 class Adjuster:
     """Changes the stage, program and decisions of a session.
 
-    If alpha is a number, the technique makes no plans, and the session never calls `end_step`.
+    If alpha is a number, or there are no regions, the technique makes no plans, and the session never calls `end_step`.
 
     Args:
         profiler: the block's "profiler" section.
@@ -113,8 +113,8 @@ class Adjuster:
         Args:
             known: programs, each with its decisions.
             source: where the first plan was read from, for messages.
-            first: the program of the earlier run's first step; None if that program is similar to `known[0]`. A first
-                step of this run that is similar to `first` counts as a step of `known[0]`.
+            first: the program of the earlier run's first step; None if that program is similar to `known[0]`. If this
+                run's first step is similar to `first`, it counts as a step of `known[0]`.
 
         Returns:
             A `Lasting` for each program, in the order of `known`.

@@ -130,7 +130,7 @@ class InForce:
             if pool is not None:
                 pool.close()
             elif self._device.kind == "cuda" and passive:
-                empty_host_cache()  # pinned memory of tensors that were offloaded for a request
+                empty_host_cache()  # pinned memory of tensors offloaded for a failed request
         self._loaded.clear()
         if self._catches:
             self._catch(False)
