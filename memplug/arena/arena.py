@@ -108,7 +108,7 @@ class Arena:
             self._native.open_arena(kind, index, checks)
         except RuntimeError as error:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}", code="MP006") from None
-        # `close` calls it, or Python when it collects this object; None: no plan is loaded
+        # undoes `serve`: `close` calls it, or Python when it collects this object; None: no plan is loaded
         self._leave: weakref.finalize | None = None
 
     def serve(self, tables: ArenaTables) -> None:

@@ -53,8 +53,8 @@ def first_clash(table: np.ndarray, offsets: np.ndarray, orderings: np.ndarray) -
 class _Waits:
     """The times at which streams have waited for the work of another stream.
 
-    The constructor walks backward through the orderings. For each ordering it stores when each of `streams` has waited
-    for all earlier work of the ordering's stream `before`; for that stream itself, `_LONG_AGO`.
+    The constructor visits the orderings from the last to the first. For each ordering it stores when each stream has
+    waited for all work of the ordering's stream `before` up to then. `before` itself need not wait: `_LONG_AGO`.
     """
 
     def __init__(self, orderings: np.ndarray, streams: list[int]) -> None:
@@ -159,7 +159,7 @@ def _sweep(
     now = table["lower"][rows]
     order = np.argsort(now, kind="stable")  # at equal times, holders come first
     if not same:
-        now[: len(holding)] = NEVER  # no buffer holds its bytes until then, so `use` refuses no row of `holding`
+        now[: len(holding)] = NEVER  # so `use` refuses no row of `holding`: no bytes are held so long
         user[len(holding) :] = _NOBODY
     places, begin_and_end = np.unique(np.concatenate([offsets[rows], ends[rows]]), return_inverse=True)
     begin, end = begin_and_end.reshape(2, -1)

@@ -1,8 +1,9 @@
 """The tables that the native arena reads: the requests of each place in program order, with their addresses.
 
-In this file a group is a list of spaces (ranges of bytes in the arena) that no planned request uses in a window of
-time. Groups serve requests that have no planned address, or whose planned address is in use. A slot is a range of bytes
-for one block that outlives steps. Slots of one size and stream form a slot class, and are interchangeable.
+The arena has two pieces: the reused part for the blocks of one step, and the kept part for blocks that outlive steps.
+In this file a group is a list of spaces (ranges of bytes in the reused part) that no planned request uses in a window
+of time. Groups serve requests that have no planned address, or whose planned address is in use. A slot is a range of
+bytes in the kept part, for one block. Slots of one size and stream form a slot class, and are interchangeable.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class ArenaTables:
         requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
         crosses: for each group, a bitset of the streams other than the main one that use its bytes.
         reusable: groups to try, in this order, for a request outside of the program, such as a validation's.
-        reused_bytes: size of the reused part, which holds the blocks of one step.
-        kept_bytes: size of the kept part, which holds blocks that outlive steps. It is reserved separately, so that it
-            can stay when the reused part is released.
+        reused_bytes: size of the reused part.
+        kept_bytes: size of the kept part. It is reserved separately, so that it can stay when the reused part is
+            released.
         streams: number of streams, at most MOST_STREAMS.
         rows: each request's row in the problem, int64[n].
     """

@@ -115,8 +115,8 @@ class PlannedAddresses(Technique[Addresses]):
         self._recorded: list[Trace] = []
         self._steps = 0  # steps since the last withdrawal, or since remembered addresses were installed
         self._mismatched_steps = 0
-        self._patience = 1  # `_steps` must reach this before another new plan, which then sets it to 2 * `_steps`
-        self._beginning = self._before = arena.counters()  # not 0 if an earlier session used the arena
+        self._patience = 1  # `_steps` at which another new plan may be made; that plan sets this to 2 * `_steps`
+        self._beginning = self._before = arena.counters()  # earlier sessions may have used the arena
         self.step = self._before.since(self._before)
         self._withheld: tuple[Pass, ...] = ()  # passes of the next step whose requests torch's allocator serves
         self._is_first = True  # whether the session's first step has not ended yet
@@ -319,7 +319,7 @@ class PlannedAddresses(Technique[Addresses]):
         """
         step = self.step
         asked = step.from_arena + step.mismatched
-        unknown = step.unplanned > MISMATCHED_SHARE * asked  # if so, another program runs, and amending does not help
+        unknown = step.unplanned > MISMATCHED_SHARE * asked  # True: another program runs, and amending does not help
         is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 

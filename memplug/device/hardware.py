@@ -225,7 +225,7 @@ def _cuda_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]], device: torch.
 
 
 def _cpu_copy_s(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    """Return the median seconds of a copy for each (destination, source); a thread for each starts at the same time."""
+    """Return the median seconds of a copy for each (destination, source); all start together, each on a thread."""
     times: list[list[float]] = [[] for _ in copies]
     together = threading.Barrier(len(copies))
 

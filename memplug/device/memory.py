@@ -12,8 +12,8 @@ import torch
 class DeviceMemory(abc.ABC):
     """Counters of an allocator, each read at the moment of the call.
 
-    Peaks are those of the process so far. Many programs reset the allocator's own peaks in each step, to log the peak
-    of that step. So `note` remembers the largest peaks since `begin`.
+    Many programs reset the allocator's own peaks in each step, to log the peak of that step. So `note` remembers the
+    largest peaks that it has seen since `begin`.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """The overhead of a step: the device memory that it reserves beyond the bytes of its tensors.
 
-Plans leave room for the overhead in their budget. With the arena it has two shares. One is the size of the arena beyond
-the peak of the tensors, which is known once the arena serves. The other is the holes in those segments of torch's
-allocator that hold tensors from step to step.
+Plans leave room for the overhead in their budget. With the arena, memplug measures the overhead once the arena has
+served a whole step. Until then memplug counts only the holes in those segments of torch's allocator that hold tensors
+from step to step. The allocator's cache does not count: the allocator empties it when the device is full, so steps
+before the arena serves may take longer, but they fit.
 
-Without the arena the overhead is the cache of torch's allocator. In steps before a wanted arena serves, the cache does
-not count: the allocator empties it when the device is full, so these steps take longer, but fit.
+Without the arena the overhead is the cache of torch's allocator.
 """
 
 from __future__ import annotations

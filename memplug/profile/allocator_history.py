@@ -36,7 +36,7 @@ from memplug.profile.trace import (
 ADDRESSES, MADE_UP = "addresses", "made up by memplug"
 """Key and value that mark a snapshot as made by memplug from a trace (`show.snapshot`)."""
 
-_FREED = ("free_completed", "free_requested")  # actions that free a block: the first of these that the history contains
+_FREED = ("free_completed", "free_requested")  # the first of these actions that the history contains marks frees
 _RESERVED = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
 _DAMAGED = "Copy it again from where it was written, or write it again with torch.cuda.memory._dump_snapshot."
 _MOST_BYTES = 1 << 56  # largest size or address; no machine has more
@@ -194,8 +194,8 @@ class _Replay:
     def end(self, blocks: Iterable[tuple[int, int]], *, known: bool) -> None:
         """Complete the replay with the blocks that were in use at the time of the snapshot.
 
-        A block of `blocks` without events was in use all along. If the snapshot lists its blocks (`known`), the
-        replay now frees every other block in use, and counts that free as missing.
+        A block of `blocks` for which the snapshot has no events was in use all along. If the snapshot lists its blocks
+        (`known`), the replay frees each block in use that is not listed, and counts this free as missing.
         """
         at_end = set()
         for address, size in blocks:

@@ -160,7 +160,7 @@ class Recorder:
         """
         assert self.recording, "`begin` comes first"
         duration_s = time.perf_counter() - self._begun
-        self._native.end_requests()  # first, since other threads may be requesting memory now
+        self._native.end_requests()  # comes first: other threads may be requesting memory now
         operators, uses, tensors = self._native.end_records()
         base_bytes, _, peak_bytes, _ = self._native.usage()
         events = np.frombuffer(self._end_requests(), REQUEST_EVENT)
@@ -218,7 +218,7 @@ class Recorder:
         else:
             index = self._listen_to_cuda()
             stats = torch.cuda.memory_stats(index)
-            # torch counts a freed block as requested while another stream uses it, but reported its free already
+            # torch has reported the free of a block that another stream still uses, but counts it as requested
             pending = stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"]
             self._native.begin_requests(max(0, stats["requested_bytes.all.current"] - pending))
 

@@ -134,7 +134,7 @@ class Fingerprint:
         return replace(self, inputs=(), rank=0)
 
     def changes(self, later: Fingerprint) -> list[str]:
-        """Return texts on how a later job differs; ranks and inputs are not compared."""
+        """Return texts on how a later job differs from this one; ranks and inputs are not compared."""
         found = [
             f"{name.replace('_', ' ')} {_shown(before)}, now {_shown(now)}"
             for name, before in asdict(self.job).items()
@@ -147,7 +147,7 @@ class Fingerprint:
         return found
 
     def digest(self) -> str:
-        """Return twelve hexadecimal digits that are the same in every process."""
+        """Return a digest of the fingerprint, twelve hexadecimal digits; equal in all processes."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 

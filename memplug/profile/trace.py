@@ -2,7 +2,7 @@
 
 See Chameleon, section 4, and STWeaver, section 4. The clock counts operators: an operator's time is its index in
 `Trace.operators`, and the time of a request for memory is that of the operator that was running. This module imports no
-torch, and exports `records` and `requests` too. `memplug show` displays a trace file.
+torch, and also exports names from `records` and `requests`. `memplug show` displays a trace file.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> np.ndarray:
     """Return the digest of `meta` and of a trace's arrays, uint8[32]."""
     digest = hashlib.sha256()
     for name in ("meta", *_ARRAYS):
-        # the lengths change the digest if bytes move from one array to the next; the format fixes the dtypes
+        # with the lengths, the digest also changes if bytes move from one array to the next
         digest.update(f"{name} {arrays[name].nbytes}\n".encode())
         digest.update(np.ascontiguousarray(arrays[name]).view(np.uint8))
     return np.frombuffer(digest.digest(), np.uint8)

@@ -24,7 +24,7 @@ from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
-RESTLESS_CHANGES = 20  # after so many returns to warm-up without a plan in between, all steps count as one program
+RESTLESS_CHANGES = 20  # after this many returns to warm-up without a new plan, all steps count as one program
 LONGEST_HISTORY = 1000
 
 
@@ -45,7 +45,7 @@ class _StepBallot:
 class Lasting:
     """A program and the decisions that it runs under; both are compared by identity.
 
-    The program is None if the technique makes no plans: then steps are not compared.
+    The program is None if alpha is a number, or without regions: the session then compares no steps.
     """
 
     program: Remembered | None
@@ -63,7 +63,7 @@ class Lasting:
 class Adjuster:
     """Changes the stage, program and decisions of a session.
 
-    If the technique makes no plans, because alpha is a number, the session never calls `end_step`.
+    If alpha is a number, or there are no regions, the technique makes no plans, and the session never calls `end_step`.
 
     Args:
         profiler: the block's "profiler" section.
@@ -96,10 +96,10 @@ class Adjuster:
         self._proposed: Any = None
         self._ballot: _StepBallot | None = None
         self._passing: tuple[Remembered, Any] | None = None
-        self._is_proven = False  # True once a step whose operators were watched ran under the settings in force
-        self._turned: tuple[Remembered, Remembered] | None = None  # a program, and the one that it became under a plan
+        self._is_proven = False  # True once a step with watched operators ran under the settings in force
+        self._turned: tuple[Remembered, Remembered] | None = None  # (program, another one that ran under its plan)
         self._step = 0
-        self._similar_steps = 0  # in a row; StableStep in Chameleon's Algorithm 1
+        self._similar_steps = 0  # number of similar steps in a row: StableStep in Algorithm 1
         self._changes = 0  # number of returns to warm-up since decisions were last installed
         self._confirmed = True  # False after `resume`, until the first step has shown its program
         self.first: Program | None = None  # the program of the run's first step
@@ -107,17 +107,17 @@ class Adjuster:
     def resume(self, known: Sequence[tuple[Program, Any]], source: str, first: Program | None = None) -> list[Lasting]:
         """Resume from the plans of an earlier run, before the first step.
 
-        The session is stable at once, and stays stable if the first step runs the first of these programs. All ranks
-        call this, with the same number of programs.
+        The session is stable at once, and stays stable if the run's first step runs the program of `known[0]`. All
+        ranks call this, with the same number of programs.
 
         Args:
             known: programs, each with its decisions.
             source: where the first plan was read from, for messages.
-            first: the program of the earlier run's first step, if it is not similar to `known[0]`; else None. If this
-                run's first step is similar to it, the step counts as `known[0]`.
+            first: the program of the earlier run's first step; None if that program is similar to `known[0]`. If this
+                run's first step is similar to `first`, it counts as a step of `known[0]`.
 
         Returns:
-            Each program under its decisions, in the order of `known`.
+            A `Lasting` for each program, in the order of `known`.
         """
         self.first = first or known[0][0]
         for program, decisions in known:
@@ -131,10 +131,10 @@ class Adjuster:
     def end_step(self, step: int, program: Program) -> None:
         """Vote on the program of the step that ended, and act on the votes of all ranks.
 
-        While stable, a rank reads the votes on a step one step later, so that training does not wait for them; so does
-        a single process. Only the votes on a resumed run's first step are read at once. When votes show another
-        program, the rank also reads the votes on the step that just ended: if that step ran the former program again,
-        no step runs under the other program's settings.
+        In the stage stable, a rank reads the votes on a step only when the next step ends, so that training does not
+        wait for them; a single process does the same. If these votes show another program, the rank waits for the votes
+        on the latest step too. If the latest step ran the former program again, no step runs under the other program's
+        settings. In the other stages, and after a resumed run's first step, the rank always waits.
 
         Args:
             step: number of the step that ended, from 1.
@@ -210,7 +210,7 @@ class Adjuster:
         if similar(program, self.first, *self.programs.limits):
             mask |= 1 << self.programs.current.index
         if self._follow(_StepBallot(program, self._ranks.vote(mask))) is StepOutcome.CHANGED:
-            self._similar_steps = 1  # count the program's first step, as a run that does not resume does
+            self._similar_steps = 1  # this step was the new program's first
 
     def _call(self, program: Program) -> _StepBallot:
         mask, planned = self.programs.vote(program), self.stage is not Stage.WARM_UP
@@ -244,10 +244,10 @@ class Adjuster:
         return event
 
     def _note_turns(self, seen: Remembered, alike: bool) -> None:
-        """Detect plans under which the current program becomes another one.
+        """Detect turns: a plan changes the operators that steps run, so they count as steps of another program.
 
-        Under such a plan the step's operators change, and nothing else; they change back when the plan is withdrawn.
-        The next plan would do the same, so after `MOST_TURNS` such plans the program stays at the safest setting.
+        Nothing but the operators changes, and they change back when the plan is withdrawn. The next plan would do the
+        same, so after `MOST_TURNS` turns the program stays at the safest setting.
 
         Args:
             seen: the program of the step that ended.
@@ -272,7 +272,7 @@ class Adjuster:
             self._proposed = self._technique.propose(None)
             return StepOutcome.STEADY if self._proposed is None else StepOutcome.SETTLED
         if self.stage is Stage.STABLE:
-            # a program that ran this often under another program's plan gets its own
+            # a borrowed plan is for a few steps; a program that keeps running gets a plan of its own
             stays = self._similar_steps > self.warmup_steps + self._tries
             return StepOutcome.CHANGED if seen.borrowed and stays else StepOutcome.STEADY
         return StepOutcome.SETTLED if self._similar_steps > self.warmup_steps else StepOutcome.STEADY
@@ -301,9 +301,9 @@ class Adjuster:
         self._note(Stage.GEN_POLICY, "; ".join(filter(None, [technique.in_words(decisions), technique.outcome])))
 
     def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Any] | None) -> None:
-        """Enter stable for a remembered program: under its plan, or at the safest setting if it gets none."""
+        """Enter stable for a remembered program: under its plan, or for good at the safest setting."""
         if passing is not None and known.decisions is not None:
-            passed, decisions = passing  # the program in between ran one step under this plan, so it may borrow it
+            passed, decisions = passing  # the program that ran for one step in between borrows the plan of that step
             passed.decisions, passed.borrowed = decisions, True
         self._run(known, known.decisions)
         if known.decisions is None:
@@ -320,7 +320,7 @@ class Adjuster:
         self._start_over(self.programs.current, program, Stage.STABLE, "the device has less room than its plan needs")
 
     def _start_over(self, seen: Remembered, program: Program, before: Stage, change: str) -> None:
-        """Return to warm-up at the safest setting, for another program or for one whose plan is no longer valid."""
+        """Return to warm-up at the safest setting: the program is new, or its plan is no longer valid."""
         seen.decisions, seen.borrowed = None, False
         self._changes += 1
         self._run(seen, None)

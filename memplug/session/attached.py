@@ -1,6 +1,6 @@
 """One attached model: its regions and executor, the ends of its steps, and its report.
 
-The user calls it through a `memplug.session.session.Session`.
+The user holds a `memplug.session.session.Session`, which passes calls on to the `AttachedModel`.
 
 Until there is a plan, every region runs at the safest setting: inputs and attention outputs are swapped, every matmul
 is recomputed. If `tokenwise.alpha`, the fraction of rows to swap, is a number, regions need no plan: the session is
@@ -174,13 +174,13 @@ class AttachedModel:
             self.boundary.begin_run(inputs, *forward)
 
     def begin_forward(self) -> None:
-        """Count a forward of a region or of the model with gradients; a step's program begins with the first one."""
+        """Count a forward with gradients, of a region or the model; a step's program begins with the first of them."""
         self.forwards += 1
         if self.forwards == self._unmarked_forwards and not self.steps:
             self.miss_steps(f"{self.forwards:,} forwards with gradients have run")
         if self.boundary.in_program:
             return
-        recomputes = current_graph_task_id() != -1  # in a backward; such a forward begins no program
+        recomputes = current_graph_task_id() != -1  # a forward inside of a backward begins no program
         if not recomputes and self.stage is not Stage.DETACHED:
             self.boundary.begin_program()
 
@@ -223,7 +223,7 @@ class AttachedModel:
             out_of_memory.add_note(error, self._out_of_memory(phase, region.name if region else None))
 
     def _request_failed(self) -> str:
-        """Return the note for the error of a device memory request; called on the requesting thread."""
+        """Return the note for the error of a failed device memory request; called on the requesting thread."""
         recording = self.boundary.recording
         phase, layer = recording.here if recording is not None else ("a step", None)
         return self._out_of_memory(phase, layer)

@@ -39,7 +39,7 @@ SHORTEST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
 LONGEST_POLL_S_PER_RANK = 20e-6  # added to the longest poll interval for each rank: all poll one store
 MEETING_POLL_S = 0.05
-KEPT_BALLOTS = 64  # number of the latest ballots that the store keeps; no rank lags further behind
+KEPT_BALLOTS = 64  # the store keeps this many of the latest ballots; no rank lags further behind
 
 Store = dist.Store
 _DECIDED, _ENDED = b"+", b"-"
@@ -56,7 +56,7 @@ class _OpenBallot:
 
 @dataclass(frozen=True, slots=True)
 class Voters:
-    """Ranks that have met in the store.
+    """Ranks that have found each other through the store (`meet`).
 
     Attributes:
         store: the section of torch's store that these ranks alone use.
@@ -132,7 +132,7 @@ class Ballots:
         return lambda: self._wait(ballot, limit_s)
 
     def is_first_to_say(self) -> bool:
-        """Return True to the first rank that calls this: it reports why the ballots have ended."""
+        """Return True to the first rank that calls this, which then reports why the ballots have ended."""
         return self._sending.is_first_to_say()
 
     def _wait(self, ballot: _OpenBallot, limit_s: float) -> Any:
@@ -157,7 +157,7 @@ def _close(asked: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
 
 
 class _Sending:
-    """The work of the thread that sends ballots; it has no reference to the session, so it cannot keep it alive."""
+    """The work of the thread that sends ballots; holds no reference to the session, which can thus be collected."""
 
     def __init__(self, voters: Voters):
         self.queue: queue.SimpleQueue[_OpenBallot | Callable[[], None] | None] = queue.SimpleQueue()
@@ -288,7 +288,7 @@ def meet(store: Store, members: Sequence[int], rank: int, timeout_s: float) -> V
     """Wait until every rank of `members` has called this function as often as this rank.
 
     Args:
-        store: torch's own store. A clone of the connection is used, since other threads may hold this one.
+        store: torch's own store. Ballots use a clone of its connection, since other threads may hold this one.
         members: ranks of the world, in the same order on all of them.
         rank: rank of this process in the world.
         timeout_s: seconds after which this rank gives up; then all others give up too.

@@ -58,7 +58,7 @@ log = logging.getLogger("memplug")
 
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
-WATCHED_STEPS = 8  # while stable, one step in 8 is compared by operators; all are by node counts and input sizes
+WATCHED_STEPS = 8  # while stable, steps are compared by node counts and input sizes, every 8th also by operators
 
 
 class Boundary:
@@ -72,7 +72,7 @@ class Boundary:
         ranks: the ranks that train the model.
         explain: called with (phase, region, error) for a device out-of-memory error in a region's forward or recompute
             pass.
-        request_failed: returns memplug's note for the error of a device memory request; called on any thread.
+        request_failed: returns memplug's note for the error of a failed device memory request; called on any thread.
         has_regions: True if this or another rank has regions.
 
     Attributes:
@@ -141,7 +141,7 @@ class Boundary:
     # -- before the first step -----------------------------------------------------------------------------------------
 
     def watch(self, make: Callable[[], Recording], tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Prepare to claim the recorder: it compares steps by operators, and techniques follow the program by it.
+        """Prepare to claim the recorder, from which the session learns steps' operators, and techniques get traces.
 
         If another session has the recorder when this session claims it, one warning names the consequences.
 
@@ -167,7 +167,7 @@ class Boundary:
                 tensors=tensors,
             ),
             unwatched_because=self._unwatched_because,
-            # a session that plans has a warm-up stage; in others these techniques count the warm-up steps themselves
+            # without the stage warm-up, each of these techniques counts warm-up steps itself
             warmup_steps=0 if self.agreed.plans else self.adjuster.warmup_steps,
             records=bool(self._timeline_folder),
         )

@@ -114,7 +114,7 @@ class Claim:
         self.followers.close(why)
         if self.recording is not None:
             self.recording.stop()
-        self._make_recording = _detached  # drop the given function, which references the model
+        self._make_recording = _detached  # drops the function that references the model
 
     def _made(self) -> Iterator[Technique[Any]]:
         for technique in self._techniques:

@@ -12,7 +12,7 @@ from memplug.session.technique import AgreedTechnique
 
 
 class Attached(Protocol):
-    """The part of `memplug.session.attached.AttachedModel` that the last line needs."""
+    """The members of `memplug.session.attached.AttachedModel` that the last line needs."""
 
     steps_are_marked: bool
 

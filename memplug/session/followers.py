@@ -5,7 +5,8 @@ waiting ──a program lasts long enough──► proposing ──accepted─�
    └───── another program, or a new part of an earlier technique ────┘
 
 A program lasts while the session is stable. Techniques propose in order: each plans for steps that run under the parts
-of the techniques before it. Each rank does this by itself, since no collective depends on these parts.
+of the techniques before it. So a technique remembers its parts by a key, which stands for the program and those earlier
+parts. Each rank does all this by itself, since no collective depends on these parts.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ MOST_PARTS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _After:
-    """The key of each technique but the first: it stands for the lasting program and the parts in force before it.
+    """The key of a technique: the previous technique's key and part. The first technique's key is a `Lasting`.
 
     Attributes:
-        key: the key of the previous technique; for the first technique, the lasting program.
+        key: the previous technique's key.
         part: the previous technique's part in force. Two parts are equal only if they are one object.
     """
 
@@ -54,7 +55,7 @@ class _After:
 class Follower:
     """Decides when one technique proposes, and which of its parts is in force.
 
-    The technique has one part for each key: a program with its decisions and the parts of the techniques before it.
+    The technique has at most one part for each key.
 
     Args:
         technique: the technique that proposes.
@@ -84,10 +85,10 @@ class Follower:
         self.enter(key)
 
     def enter(self, key: Hashable) -> None:
-        """Switch to the program of the next step: install its part, or withdraw the present one.
+        """Switch to the next step's key: install its part, or withdraw the part in force.
 
         Args:
-            key: the program's key; None if it is unknown or does not last.
+            key: the next step's key; None if the step's program is unknown or does not last.
         """
         if key == self._key or self.technique.off_because:
             return
@@ -106,13 +107,13 @@ class Follower:
         """Let the technique propose, once the program has lasted long enough.
 
         Args:
-            key: the key of the program that the next step is to run.
+            key: the next step's key.
             trace: the trace of the step that ended; None if it was not recorded.
         """
         if key == self._key:
             self.technique.whole_steps += 1
         else:
-            trace = None  # the trace is of another program
+            trace = None  # the trace belongs to the former key
         self.enter(key)
         self._steps += 1
         if self.technique.off_because or key is None or self._steps <= self._warmup_steps and not self._begun:
@@ -146,7 +147,7 @@ class Follower:
         self._parts.clear()
 
     def key_after(self, key: Hashable) -> Hashable:
-        """Return the next technique's key for a key of this one; None while this technique waits for a part."""
+        """Return the next technique's key, made from this technique's `key`; None while this one has no part."""
         if self.technique.off_because:
             return key
         return _After(key, self.part) if self.part is not None else None
@@ -208,7 +209,7 @@ class Followers:
         """Switch all techniques to the program of the step that begins.
 
         Args:
-            key: the program; None if it is unknown.
+            key: the lasting program with its decisions; None if no program lasts.
         """
         for follower in self._all:
             follower.enter(key)

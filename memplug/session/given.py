@@ -43,7 +43,7 @@ class Given(Common):
         tell: logs one line for the user, at a level of `logging`.
         folder: the folder of kept plans; None if none are kept.
         host_bytes: returns the bytes of the host budget that the agreed technique (`AgreedTechnique`) does not hold.
-        explain: returns memplug's note for the out-of-memory error of a device memory request; any thread may call it.
+        explain: returns memplug's note for the error of a failed device memory request; any thread may call it.
         has_regions: True if the block asks for the agreed technique, which then swaps the tensors of layers.
         layer_bytes: returns for each layer the bytes that its last forward offloaded, and its backward prefetched.
         tensors: returns the parameters and buffers of the model.

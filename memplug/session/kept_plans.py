@@ -124,7 +124,7 @@ class KeptPlans:
         Args:
             followers: the techniques that `parts` belong to.
             parts: the parts in force, by technique; None while one of them is missing.
-            recording: the recording of the steps that the parts were made from.
+            recording: the session's recording; None without the recorder.
         """
         lasting = self._adjuster.lasting
         if self.file is not None and self._is_first and lasting not in self._plans:
@@ -153,7 +153,7 @@ class KeptPlans:
         Args:
             followers: the techniques that `parts` belong to.
             parts: the parts in force, by technique; None while one of them is missing.
-            recording: the recording of the steps that the parts were made from.
+            recording: the session's recording; None without the recorder.
         """
         self._finish(waits=True)
         lasting = self._adjuster.lasting
@@ -186,7 +186,7 @@ class KeptPlans:
         lasting = made.lasting
         index = _index_of(lasting)
         former = self._kept.get(index)
-        # do not overwrite a plan that also has the part of a technique that is off in this run
+        # do not overwrite a plan that has more parts: a technique may be off in this run alone
         has_less = former is not None and former.lasting == lasting and len(made.parts) < len(former.parts)
         if former == made or has_less or not (made.parts or lasting.decisions):
             return
@@ -201,7 +201,7 @@ class KeptPlans:
         self._finish(waits=False)
 
     def _plan(self, index: int, lasting: Lasting, recording: Recording | None) -> MemoryPlan:
-        """Return a plan to add the new parts to; it has the parts of the plan that the run resumed from."""
+        """Return a plan without this run's parts; it has only those of the plan that the run resumed from."""
         resumed, trace = self._plans.get(lasting), recording.trace if recording is not None else None
         made_from = resumed or trace
         return MemoryPlan(
@@ -212,7 +212,7 @@ class KeptPlans:
 
     def _training(self, index: int, lasting: Lasting, recording: Recording | None) -> TrainingPart:
         program, resumed = lasting.program, self._plans.get(lasting)
-        # an amended plan keeps the name of its run: a plan of another run would not match the files of other ranks
+        # an amended plan keeps the name of the run that made it, which the other ranks' files of the plan have too
         run, index = (self._store.run, index) if resumed is None else (resumed.training.run, resumed.training.index)
         return TrainingPart(
             run=run,

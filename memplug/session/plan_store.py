@@ -1,7 +1,7 @@
 """A folder of plans, one for each program of a job; a later run of the job resumes from them at its first step.
 
 Each plan is for one program of one rank. Ranks that run the same program share the file of the lowest of them. Either
-all ranks resume, or none does: a single run must have made plans for the same programs on all ranks.
+all ranks resume, or none does: a rank uses its plan for a program only if each rank has one from the same run.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class PlanStore:
         return self._run
 
     def load(self, unfit: Callable[[MemoryPlan], str]) -> list[MemoryPlan]:
-        """Return the plans that all ranks resume from; the first one is in force when the run begins.
+        """Return the plans that all ranks resume from; the run begins under the first one. All ranks call this.
 
-        It is the plan for the first program of the latest run. All ranks call this.
+        The plans of the latest run come first, and among these the plan for that run's first program.
 
         Args:
             unfit: returns why a plan cannot be used here; "" if it can.

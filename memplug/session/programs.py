@@ -22,7 +22,7 @@ ALIKE = 1 << MOST_PROGRAMS
 """Bit of a vote: the step's inputs and autograd nodes are like the current program's, whatever its operators are."""
 
 MOST_TURNS = 2
-"""Number of turns after which memplug plans no more for a program. A turn: it becomes another one under a plan."""
+"""Number of turns after which memplug plans no more for a program. A turn: under a plan, it ran as another one."""
 
 
 class Remembered:
@@ -35,7 +35,7 @@ class Remembered:
         decisions: the part of the agreed technique to run the program under; None before there is one.
         borrowed: True if the decisions were made for another program, and this one has run a step under them.
         told: changes of stage that the log has already reported for the program.
-        turns: number of plans in a row that turned this program into another one, the same one each time.
+        turns: number of plans in a row under which steps of this program ran as another program, each time the same.
     """
 
     def __init__(self, index: int, baseline: Program):
@@ -53,10 +53,10 @@ class Remembered:
         return self.decisions is not None or self.turns >= MOST_TURNS
 
     def note_turn(self, other: Remembered) -> bool:
-        """Count a turn: the program became another one under a plan, and is back now that the plan is withdrawn.
+        """Count a turn: under a plan, steps ran as another program; now that it is withdrawn, they run as before.
 
         Args:
-            other: the program that it became.
+            other: the program that steps ran under the plan.
 
         Returns:
             True if no more plans are to be made for it.
@@ -150,7 +150,9 @@ class Programs:
         self._by_age.append(program)
 
     def renew(self, baseline: Program) -> None:
-        """Make the latest step the current program's baseline, if it differs or shows more operators or regions.
+        """Make the latest step the current program's baseline, if it differs from the baseline or shows more.
+
+        A step shows more than the baseline if only the step was watched, or if more regions were observed in it.
 
         Args:
             baseline: the latest step.

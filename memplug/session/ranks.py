@@ -53,7 +53,7 @@ class Ranks:
 
     @property
     def are_known(self) -> bool:
-        """Return whether the ranks are known: False while this one of several processes has joined no process group."""
+        """Return False while several processes train and this one has joined no process group, else True."""
         return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1
 
     @property

@@ -52,7 +52,7 @@ class Recording:
 
     Attributes:
         trace: trace of the last step recorded with `Detail.TENSORS`; None until there is one.
-        step_trace: the trace of the step that ended last, if one was asked for; else None.
+        step_trace: the trace of the step that ended last, if `begin_step` was told to make one; else None.
         peak_bytes: largest memory in use during the step that ended last; None if it was not recorded.
         placed: True while `places` reports to the recorder.
         able: False once the recorder has refused to record.
@@ -120,9 +120,7 @@ class Recording:
             self._save(file)
 
     def begin_step(self, detail: Detail | None, *, traced: Detail | None = None, placed: bool = False) -> None:
-        """Begin a step, and record it in the most detail that `want` or an argument asks for.
-
-        Without such a demand the step is not recorded.
+        """Begin a step; record it in the most detail that `want` or an argument asks for, or not at all.
 
         Args:
             detail: the least detail to record the step in; None if this caller needs no record.

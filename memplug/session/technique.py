@@ -34,7 +34,8 @@ class Technique(abc.ABC, Generic[Part]):
         name: name of its part in plans, and of its report.
         report_type: type of its reports.
         off_because: why training goes on without it; "" while it may have a part in force.
-        whole_steps: number of whole steps of the lasting program so far; the technique's `Follower` counts them.
+        whole_steps: number of whole steps since the program, or an earlier technique's part, last changed; counted by
+            the technique's `Follower`.
         serves: True if it serves requests for memory, from memory of its own.
         relieves: True if it makes steps that exceed the device budget fit, or reports why they cannot.
         has_served_whole: True if it served the whole of the step that ended last.
@@ -73,8 +74,8 @@ class Technique(abc.ABC, Generic[Part]):
     def propose(self, trace: Trace | None) -> Part | None:
         """Return a part for the program whose step ended, or None to be asked again after the next step.
 
-        The first call begins the work, and later calls continue it. They may do so while a part is in force; a new part
-        then replaces that one. Long work runs beside training: no step waits for it.
+        The first call begins the work, and later calls continue it. A part that is proposed while another is in force
+        replaces that one. Long work runs beside training: no step waits for it.
 
         Args:
             trace: the trace of the step, if it was recorded as `detail` asks.

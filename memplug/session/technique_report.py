@@ -31,7 +31,10 @@ class TechniqueReport:
         return cls()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields by names that are unique in the whole report: with the prefix, and without "_state"."""
+        """Return all fields, with names that are unique in the whole report: "arena_served" for `served`.
+
+        The field `state` is named after the technique alone.
+        """
         return {
             each.metadata.get("key") or (self.prefix + each.name).removesuffix("_state"): getattr(self, each.name)
             for each in fields(self)

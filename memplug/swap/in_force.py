@@ -64,7 +64,7 @@ class InForce:
         self._pool: HostPool | None = None
         self._swapper: Any = None
         self._catches = False
-        # the swapper in force, which the finalizer drops if the session is deleted without `detach`
+        # holds the native swapper in force: the finalizer drops it if the session is deleted without `detach`
         self._loaded: list[Any] = []
         self._finalizer = weakref.finalize(self, _drop, core, self._loaded, str(device.torch_device))
         self._finalizer.atexit = False
@@ -130,14 +130,14 @@ class InForce:
             if pool is not None:
                 pool.close()
             elif self._device.kind == "cuda" and passive:
-                empty_host_cache()  # frees the pinned memory of tensors that left because a request failed
+                empty_host_cache()  # pinned memory of tensors offloaded for a failed request
         self._loaded.clear()
         if self._catches:
             self._catch(False)
         return is_empty
 
     def begin_step(self) -> None:
-        """Begin to swap in a step that begins."""
+        """Begin to swap; called when a step begins."""
         if self._swapper is not None:
             self._core.begin_swap_step()
 
@@ -172,7 +172,7 @@ class InForce:
             clock: the clock of the measured step.
 
         Returns:
-            Seconds, float64[places]; None if nothing was measured, or other operators than those of `clock`.
+            Seconds, float64[places]; None if nothing was measured, or the step did not run the operators of `clock`.
         """
         self._device.synchronize()
         measured = None if self._swapper is None else self._swapper.operators_s()

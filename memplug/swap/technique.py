@@ -32,7 +32,7 @@ from memplug.swap.report import SwapReport, report_of
 from memplug.swap.room import ListRoom
 from memplug.words import size
 
-MISSED_SHARE = 0.05  # a step counts against a list if it does not find more than this share of the list's tensors
+MISSED_SHARE = 0.05  # a step counts against a list if more than this share of the list's tensors is not found
 MISSED_STEPS = 3  # after this many such steps in a row, memplug makes a new list
 # A new list replaces an earlier one only if the step still needs a list. A recorded step may fit just because its batch
 # is shorter: memplug records up to this many further steps before it concludes that no list is needed.
@@ -82,7 +82,7 @@ class SwapsWhole(Technique[SwapPart]):
         self._missed = self._missing_steps = 0
         self._steps = 0  # steps since the part in force was installed
         self._sizes_vary = False  # whether the sizes of dynamic layers' requests differ from step to step
-        self._resident: tuple[int, ...] = ()  # the recorded step's numbers of the model's tensors
+        self._resident: tuple[int, ...] = ()  # the model's tensors, by their numbers in the recorded step
         self._others_left = 0  # how many further steps may be recorded, see `OTHERS`
 
     @classmethod
@@ -240,7 +240,7 @@ class SwapsWhole(Technique[SwapPart]):
         return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
 
     def _departs(self, missed: int) -> bool:
-        """Return whether to plan without dynamic layers' tensors: several steps in a row missed too many tensors."""
+        """Return whether to plan without dynamic layers' tensors: too many were not found in several steps in a row."""
         missing = missed > MISSED_SHARE * len(self.part.targets)
         self._missing_steps = self._missing_steps + 1 if missing else 0
         return self._missing_steps >= MISSED_STEPS and not self._sizes_vary

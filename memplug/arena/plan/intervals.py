@@ -22,9 +22,9 @@ def instants(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def sections(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first section of each buffer, and the section at which it ends. int32[n] each.
 
-    A section is the last instant before a free that directly follows a malloc: the buffers in use then are no subset of
-    those in use just before or just after. Two buffers share a section if and only if their lifetimes overlap. There
-    are far fewer sections than instants.
+    A section is the last instant between a malloc and a free that directly follows it. The buffers in use then are no
+    subset of those in use just before or just after. Two buffers share a section if and only if their lifetimes
+    overlap. There are far fewer sections than instants.
 
     Args:
         table: of dtype BUFFER.

@@ -1,7 +1,8 @@
 """Finds stretches of a step that repeat, such as layers: by recorded phases and layers, or by the requests alone.
 
 A stretch is a run of events of one phase and layer. Some runs do not repeat, such as a whole backward without layers,
-or a CSV. Such a run may have periods: stretches of equal length that request and free the same sizes in the same order.
+or all events of a problem read from a CSV. Such a run may have periods: stretches of equal length that request and free
+the same sizes in the same order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describes tensors by their uses, so that they are found again in another step (Chameleon, appendix A).
 
-The features are exact integers: how many operators have read the tensor, which of the most frequent operators have, and
-the last eight that have. The native core keeps the same features of every tensor during a step
+The features are exact integers: how many operators have read the tensor, which of the most frequent operators are among
+these readers, and the last eight readers. The native core keeps the same features of every tensor during a step
 (memplug/swap/native/tensor_features.h).
 """
 
@@ -98,19 +98,19 @@ def last_uses(step: Trace, wanted: set[tuple[int, int]]) -> dict[tuple[int, int]
     """Return a use by which the native core can find each wanted tensor at an outermost operator.
 
     Two uses look alike if their operators, slots, sizes and dtypes are the same, and their `Features.uses` differ by at
-    most `EDITS`: their features could become equal if that many operators were inserted or left out. An anchor tells
-    the wanted use apart from a look-alike if it sets the clock in time: if the look-alike's operator reads it, or an
-    operator between the two uses and the look-alike comes later.
+    most `EDITS`: in a step with that many operators more or fewer, their features could be equal. An anchor sets the
+    clock to its own place, so that the core does not take a look-alike for the wanted use. The anchor may be a read by
+    the look-alike's operator. If the look-alike comes later, it may also be a read by an operator between the two uses.
 
     Args:
         step: one step with tensors.
         wanted: (tensor, place) pairs.
 
     Returns:
-        (use, tolerance) for each pair that can be told apart. If nested operators use the tensor too, `use` is the one
-        with the largest tolerance: the most places by which a use may be off its planned place. A tolerance is less
-        than half of the distance to the nearest use of another tensor that looks alike. It is also less than the
-        distance to the nearest such use that no anchor tells apart, minus `EDITS`.
+        (use, tolerance) for each pair that can be told apart from its look-alikes. The tolerance is the most places by
+        which the use may be off its planned place. It is less than half of the distance to the nearest look-alike of
+        another tensor. It is also less than the distance to the nearest one without such an anchor, minus `EDITS`. If
+        nested operators use the tensor too, `use` is the one with the largest tolerance.
     """
     anchored = sorted({place for place, _, _ in anchors(step)})
     found: dict[tuple[int, int], list[TensorUse]] = {}
@@ -163,7 +163,7 @@ def _kind(step: Trace, tensor: int, use: TensorUse) -> tuple[object, ...]:
 
 
 def _tolerance(tensor: int, use: TensorUse, alike: list[tuple[int, int, int]], anchored: list[int]) -> int:
-    """Return a use's tolerance, see `last_uses`; below 0 if the use cannot be told apart."""
+    """Return a use's tolerance, see `last_uses`; below 0 if it cannot be told apart from a look-alike."""
     nearest = nearest_without_anchor = 2 * REACH + 1
     for place, other, uses in alike:
         distance = abs(place - use.place)

@@ -215,7 +215,10 @@ class FirstUse(NamedTuple):
 
 
 def marks(step: Trace) -> list[FirstUse]:
-    """Return the first read of each tensor from before the step outside of the program, once that has begun."""
+    """Return, for tensors that existed before the step, the first read by an operator outside of the program.
+
+    Reads before the program begins do not count.
+    """
     clock = clock_of(step)
     begins = clock.outermost[0] if clock.ticks else len(step.operators)
     outside = begins + np.flatnonzero(step.operators["depth"][begins:] == NO_PART)
@@ -237,7 +240,7 @@ def marks(step: Trace) -> list[FirstUse]:
 
 
 def outside_of(step: Trace, after: int) -> list[int]:
-    """Return the operators that `FirstUse.number` counts from `after` on, as indices into `Trace.names`."""
+    """Return the operators outside of the program between place `after` and the next, as indices into `Trace.names`."""
     here = (clock_of(step).now == after) & (step.operators["depth"] == NO_PART)
     here[: clock_of(step).outermost[after]] = False
     return step.operators["name"][here].tolist()

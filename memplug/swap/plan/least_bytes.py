@@ -88,7 +88,7 @@ def _gaps(problem: SwapProblem, waits: bool) -> list[slice]:
 
 
 def _rows(problem: SwapProblem, gaps: list[slice], usable: list[int], waits: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each constraint the candidates that it sums up, bool[r, usable], and their least sum, float64[r]."""
+    """Return the constraints: the candidates that each sums up, bool[r, usable], and their least bytes, float64[r]."""
     need = problem.in_use_bytes - problem.budget_bytes
     first = np.array([gaps[index].start for index in usable])
     end = np.array([gaps[index].stop for index in usable])

@@ -36,7 +36,7 @@ def busy_s(
 
 
 def _begins(step: Trace, begin_s: np.ndarray, layer_bytes: Mapping[str, int], which: Pass) -> list[tuple[float, int]]:
-    """Return (beginning in seconds, bytes) of each pass of this kind through each layer."""
+    """Return (beginning in seconds, bytes to copy) for each phase of the kind `which` in each layer."""
     now = clock_of(step).now
     of_phase = np.array([phase.kind is which for phase in step.phases], bool)
     nbytes = [layer_bytes.get(layer.name, 0) for layer in step.layers]

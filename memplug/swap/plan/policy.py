@@ -64,7 +64,7 @@ def swap_list(problem: SwapProblem) -> SwapList:
 
 
 def _fewest(problem: SwapProblem, below_bytes: int, *, longest_stall_s: float | None) -> SwapList | None:
-    """Return a list of fewer bytes that waits at most `longest_stall_s` (None: not at all); None if none is found."""
+    """Return a list of fewer than `below_bytes` that waits at most `longest_stall_s` (None: not at all), or None."""
     for candidates in cover(problem, below_bytes, waits=longest_stall_s is not None):
         chosen: Chosen | None = dict.fromkeys(candidates, NOT_FORCED)
         if longest_stall_s is not None:
@@ -144,8 +144,8 @@ def forced(problem: SwapProblem, chosen: Chosen, may_add: bool = True) -> Chosen
     """Return a choice that keeps to the budget by letting the step wait; None if no waiting is enough.
 
     At the operator with the largest excess, force the best candidate that is not away yet to be away, and let the step
-    wait for its copies. Repeat this until there is no excess. The best candidate is the one with the highest score,
-    chosen ones first.
+    wait for its copies. Repeat this until there is no excess. Candidates that are already chosen are better than
+    others; among each of the two kinds, a higher score is better.
 
     Args:
         problem: the step.

@@ -22,8 +22,8 @@ class Candidate(NamedTuple):
     last_use: int
     """The operator that uses it last before the gap; `FROM_THE_BEGINNING` if none does in this step."""
     next_use: int
-    """The operator that uses it next; if none of the program does, the number of the program's operators, since the
-    tensor then returns after the last of them."""
+    """The program's operator that uses it next. If there is none, the tensor returns after the program's last operator:
+    then this is the number of the program's operators."""
 
     @property
     def gap(self) -> slice:
@@ -80,7 +80,7 @@ class LinkDirection:
 def _at(x: list[float], y: list[float], value: float, bisect: type[bisect_left]) -> float:
     """Return y at x = `value`, interpolated linearly; outside of the points, with slope 1.
 
-    Of several points at this x, take the last, or the first if `bisect` is `bisect_left` or the x is `x[0]`.
+    If several points have this x, the last one counts; with `bisect_left`, or at `x[0]`, the first one counts.
     """
     if value <= x[0]:
         return y[0] + value - x[0]

@@ -15,14 +15,15 @@ import numpy as np
 from memplug.swap.plan.problem import Swap, SwapProblem
 
 Needed = Mapping[int, tuple[int, int]]
-"""Operators [first, end) at which each candidate must be away even if the step waits; none if end <= first."""
+"""By index of a candidate, the operators [first, end) at which it must be away, even if the step has to wait for that;
+none if end <= first."""
 
 NOT_FORCED = (1 << 62, -1)
 """The candidate is away only while no operator waits for it."""
 
 
 def place(problem: SwapProblem, needed: Needed) -> tuple[Swap, ...]:
-    """Place offloads as early and prefetches as late as possible, such that only operators in `needed` cause waiting.
+    """Place offloads as early and prefetches as late as possible, without waits except at operators in `needed`.
 
     A copy to the host begins after the candidate's last use, and after the copy before it (5.4.2). The memory is
     released before the first operator that need not wait for the copy. Prefetches are placed from the end of the step
@@ -31,10 +32,11 @@ def place(problem: SwapProblem, needed: Needed) -> tuple[Swap, ...]:
 
     Args:
         problem: the step.
-        needed: the candidates to swap, and where they must be away.
+        needed: the candidates to swap, see `Needed`.
 
     Returns:
-        The swaps, sorted by candidate. If a candidate would return before it has left, `prefetch` equals `release`.
+        The swaps, sorted by candidate. If a prefetch would have to begin before the release, `prefetch` equals
+        `release`.
     """
     times_s, candidates = problem.times_s, problem.candidates
     done_s, free_s = {}, 0.0
