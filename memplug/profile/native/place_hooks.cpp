@@ -25,8 +25,8 @@ class PlaceHooks {
     entered_.emplace_back(what, former);
   }
 
-  // Leaves `what` and everything entered inside it: after an error, inner ends may be missing. Does nothing if `what`
-  // was not entered: after an error, its beginning may be missing.
+  // Leaves `what`, and everything that was entered inside of it and not left because of an error. Does nothing if
+  // `what` was not entered because of an error.
   void leave(int32_t what) {
     const auto found =
         std::find_if(entered_.rbegin(), entered_.rend(), [what](const auto& entry) { return entry.first == what; });

@@ -1,5 +1,5 @@
-// Watches the operators that the training thread and autograd's threads run: notes their numbers and, while recording,
-// details of each.
+// Watches the operators of the training thread and of autograd's threads: notes their numbers and, while recording,
+// their details.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 
 namespace memplug {
 
-// How much is recorded of each operator; each level includes the lower ones.
+// The details recorded of each operator; each level includes the lower ones.
 enum Detail : int32_t {
   SEQUENCE = 0, // the operator's number
   OPERATORS = 1, // also its phase, layer, time and the memory in use, for a trace
@@ -46,9 +46,9 @@ struct Records {
   std::vector<TensorRecord> tensors;
 };
 
-// `claim` acquires the process's recorder for the calling thread and autograd's threads, but watches nothing until
-// `watch(true)`; it throws if the recorder is already claimed. `release` gives the recorder back, and removes
-// callbacks.
+// `claim` acquires the process's recorder for the calling thread and autograd's threads, and throws if the recorder is
+// already claimed. The recorder watches nothing until `watch(true)`. `release` gives the recorder back, and removes
+// torch's callbacks.
 void claim();
 void release();
 
