@@ -8,9 +8,9 @@
 
 namespace memplug {
 
-// Level of a part: its folder may include only folders of lower levels. DEVICE: device. PROFILE: profile. SERVING: the
-// arena, which serves requests. ASKING: tokenwise and swap, which run operators and make requests. Before a fork, locks
-// of higher levels are taken first, because a thread that holds one may run operators or request memory.
+// Level of a part: its folder may include only folders of lower levels. DEVICE and PROFILE: the folders of these names.
+// SERVING: the arena, which serves requests. ASKING: tokenwise and swap, which run operators and make requests. Before
+// a fork, locks of higher levels are taken first, because a thread that holds one may run operators or request memory.
 enum class Level { DEVICE, PROFILE, SERVING, ASKING };
 
 struct CorePart {

@@ -228,8 +228,8 @@ Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool hig
   return best;
 }
 
-// Returns the first block in use that overlaps [from, end), cut off at `from`; an empty stretch at `end` if there is
-// none.
+// Returns the first block in use that overlaps [from, end), clipped to begin at `from` or later; an empty stretch at
+// `end` if there is none.
 Arena::Stretch Arena::next_live(int64_t from, int64_t end) const {
   Stretch found{end, end};
   const auto number = [&](int64_t offset) {

@@ -72,9 +72,9 @@ Arena::Reservation* Arena::add_part(int64_t nbytes, Role role) {
   return parts_.back().get();
 }
 
-// Returns reserved memory of this role that can be used again, or null: it has at least `nbytes`. Prefers memory that
-// cannot be released soon (`is_pinned`), and of such memory the smallest. All other memory has at most LARGEST_PART
-// times `nbytes`.
+// Returns reserved memory of this role with at least `nbytes`, to use it again; null if there is none. Prefers memory
+// that cannot be released soon anyway (`is_pinned`), and of this the smallest. Other memory must have at most
+// LARGEST_PART times `nbytes`.
 Arena::Reservation* Arena::find_part(Role role, int64_t nbytes) const {
   Reservation* best = nullptr;
   const auto rank = [&](const Reservation& part) { return std::make_pair(!is_pinned(part), part.nbytes); };
@@ -229,7 +229,7 @@ void Arena::build_spots() {
 }
 
 // Places the slots one after another in the order of their planned offsets. Leaves out the bytes of blocks that have
-// been in use for a whole step, since these seem to stay. Drops a slot for which there is no room.
+// been in use for a whole step, since these are likely to stay. Drops a slot for which there is no room.
 void Arena::build_slots() {
   slots_.clear();
   slots_of_.clear();

@@ -15,9 +15,9 @@
 namespace memplug {
 namespace {
 
-// blocks in use of one kind of unplanned request; a script that requests more seems to keep them
+// most blocks in use of one kind of unplanned request: a script that needs more is likely to keep them
 constexpr int32_t MOST_ALIKE = 8;
-constexpr int32_t MOST_AT_A_PLACE = 16; // leftovers in use of one place's unplanned requests, of all sizes
+constexpr int32_t MOST_AT_A_PLACE = 16; // most leftovers in use of one place's unplanned requests, of all sizes
 constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles each time that a leftover of the kind has stayed for a whole step
 constexpr int32_t MOST_DOUBLINGS = 20;
 constexpr size_t MANY_MARKS = 4096;

@@ -59,15 +59,15 @@ class Copies {
     store_->give(slot);
   }
 
-  // Starts a copy out after the work queued on all users so far. `owner` is the stream that the rows belong to. Returns
+  // Starts a copy out after the work queued so far on all users. `owner` is the stream that the rows belong to. Returns
   // an event that completes with the copy.
   EventRef offload(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Starts a copy in after the work queued on `owner` so far, which is the stream that the rows belong to. Returns an
-  // event that completes with the copy.
+  // Starts a copy in after the work queued so far on `owner`, the stream that the rows belong to. Returns an event that
+  // completes with the copy.
   EventRef prefetch(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Makes all later copies in start after the work queued on this stream so far, too.
+  // Makes all later copies in wait for the work queued so far on this stream, too.
   void prefetch_after(const StreamRef& stream);
 
   // Makes a stream that operators run on wait for a copy.
@@ -78,8 +78,8 @@ class Copies {
   // Makes the owner wait for a copy, and also the current stream if that is another one.
   void wait_on_its_streams(const StreamRef& owner, const EventRef& event, Wait why);
 
-  // Leaves memory whose data is no longer needed to `drain`. Since a copy may still use the memory, `drain` makes the
-  // owner wait for the copy, and then releases the memory.
+  // `abandon` queues memory whose data is no longer needed, but which a copy may still use. `drain` makes the owner of
+  // such memory wait for that copy, and then releases the memory.
   void abandon(Abandoned abandoned) {
     abandoned_.push_back(std::move(abandoned));
   }

@@ -15,9 +15,9 @@ namespace memplug {
 
 constexpr int64_t kRowAlignment = 512; // bytes; HOST_ROW_BYTES in memplug/sizes.py
 
-// Serves a request from the first hole that is large enough, in the order of slabs and offsets. Neighbouring holes
-// merge, so that the pool does not grow without bound in a run with many sequence lengths (ProTrain, appendix B.2). The
-// lock that guards the `Copies` of this store guards the store too (copies.h).
+// Serves a request from the first hole (a free range of a slab) that is large enough, in the order of slabs and
+// offsets. Neighbouring holes merge, so that the pool does not grow without bound in a run with many sequence lengths
+// (ProTrain, appendix B.2). The lock that guards the `Copies` of this store guards the store too (copies.h).
 class HostRows final : public RowStore {
  public:
   // `grow(nbytes)` adds a slab that has space for `nbytes`, or returns false.
@@ -42,7 +42,8 @@ class HostRows final : public RowStore {
   }
 
   int64_t used_bytes = 0;
-  int64_t peak_bytes = 0, recent_peak_bytes = 0; // bytes; `recent_peak_bytes`: since `take_peak_bytes` in Python
+  // bytes; `recent_peak_bytes`: since the last `take_peak_bytes` in Python
+  int64_t peak_bytes = 0, recent_peak_bytes = 0;
 
  private:
   struct Slab {

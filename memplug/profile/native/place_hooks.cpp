@@ -25,8 +25,8 @@ class PlaceHooks {
     entered_.emplace_back(what, former);
   }
 
-  // Leaves `what`, and everything that was entered inside of it and not left because of an error. Does nothing if
-  // `what` was not entered because of an error.
+  // Leaves `what`, and everything that was entered inside of it and not left because of an error. Does nothing if an
+  // error has prevented that `what` was entered.
   void leave(int32_t what) {
     const auto found =
         std::find_if(entered_.rbegin(), entered_.rend(), [what](const auto& entry) { return entry.first == what; });

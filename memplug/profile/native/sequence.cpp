@@ -194,7 +194,7 @@ void claim() {
   }
   claimed = true;
   sequence().count = 0;
-  forget_blocks(); // they are an earlier recorder's
+  forget_blocks(); // blocks of an earlier recorder
   own_thread();
 }
 

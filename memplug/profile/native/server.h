@@ -7,7 +7,7 @@
 
 namespace memplug {
 
-// A server that serves no request.
+// Base class of servers; serves no request itself.
 class Server {
  public:
   virtual ~Server() = default;

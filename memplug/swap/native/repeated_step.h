@@ -169,7 +169,7 @@ class RepeatedStep {
   // by target: its storage; a weak reference keeps the address from being reused
   std::vector<WeakStorage> storages_, former_storages_;
   ska::flat_hash_map<const void*, int32_t> target_of_; // by storage: its latest target
-  // by address: the last request that it served; in a followed step, only requests for targets' memory
+  // by address: number of the last request that it served; in a followed step, only of requests for targets' memory
   ska::flat_hash_map<const void*, int64_t> requests_;
   ska::flat_hash_map<int64_t, int32_t> wanted_; // by request: the target whose memory it makes
   std::vector<int32_t> by_opening_, open_;

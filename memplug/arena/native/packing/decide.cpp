@@ -1,11 +1,10 @@
 // Decides whether buffers fit below a height: a depth-first search over stable placements, with restarts in other
-// orders.
+// orders. Each buffer is in use in consecutive sections of time, which are numbered from 0.
 //
 // A placement is stable if no buffer can be moved to a lower offset; if any placement fits, a stable one does. The
 // search places buffers by rising offset; at the same offset, it places them by rank. Each restart draws the ranks
 // anew. So the search visits each placement at most once between two restarts. (Canonical solutions, section inference
-// and dynamic decomposition: M. Moffitt, "MiniMalloc", ASPLOS 2023. Time is divided into sections, which are numbered
-// from 0.)
+// and dynamic decomposition: M. Moffitt, "MiniMalloc", ASPLOS 2023.)
 //
 // Two things go beyond MiniMalloc. First, a bound: an unplaced buffer would rest at the lowest offset above the placed
 // buffers. Once the search has passed this offset, the buffer must rest on another one that is placed later; a shortest

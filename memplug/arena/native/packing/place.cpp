@@ -41,8 +41,8 @@ class Shelf {
   std::vector<std::vector<PlacedBuffer>> blocks_;
 };
 
-// Holds all placed buffers twice: on one shelf for all times, and on one shelf for each stretch of time, which has
-// fewer buffers to look through for a short lifetime.
+// Holds all placed buffers twice: on one shelf, and again on one shelf for each stretch of time. To look up a short
+// lifetime, the shelf of its stretch suffices.
 class Shelves {
  public:
   Shelves(int32_t instants, int32_t stretches)
