@@ -5,7 +5,7 @@
 
 namespace memplug {
 
-constexpr int64_t BLOCK_BYTES = 512; // Python's is in memplug/sizes.py
+constexpr int64_t BLOCK_BYTES = 512; // the same value as in memplug/sizes.py
 
 // Returns the bytes of a request rounded up to whole blocks.
 constexpr int64_t in_blocks(int64_t nbytes) {

@@ -103,7 +103,8 @@ struct ArenaCounters {
   int64_t planned_bytes = 0;
   int64_t dynamic = 0; // served from reusable space of their group
   int64_t dynamic_bytes = 0;
-  int64_t reusable = 0; // served from other reusable space or the annex: unplanned, or the planned address was in use
+  // served from other reusable space or the annex: they were unplanned, or their planned address was in use
+  int64_t reusable = 0;
   int64_t reusable_bytes = 0;
   int64_t unplanned = 0; // left to the native allocator: the plan has no such request
   int64_t occupied = 0; // left to the native allocator: the planned address was in use
@@ -272,7 +273,7 @@ class Arena {
   };
   struct LeftoverHistory { // the leftovers of one kind of request
     int32_t held = 0; // number of leftovers in use
-    int32_t live = 0; // number of blocks in use of unplanned requests of this kind
+    int32_t live = 0; // number of blocks in use that serve unplanned requests of this kind
     int32_t strikes = 0; // number of leftovers that have stayed in use for a whole step or longer
     uint32_t until = 0; // the step from which the arena serves this kind again
   };

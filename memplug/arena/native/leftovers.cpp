@@ -143,7 +143,7 @@ std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
   return found;
 }
 
-// Returns whether leftovers or kept blocks prevent an early release of this memory.
+// Returns whether leftovers or kept blocks are in this memory, so that it is unlikely to be released soon.
 bool Arena::is_pinned(const Reservation& part) const {
   return part.role == Role::KEPT ? part.live > 0 : std::any_of(others_.begin(), others_.end(), [&](const auto& block) {
     return block.second.part == &part && block.second.steps > 1;

@@ -65,7 +65,8 @@ class LiveStarts {
   }
 
  private:
-  // Follows set bits down to a member: a set bit says that its word in the level below is not 0.
+  // Returns the smallest member (with `last`, the largest) that bit `i` of `level` stands for. A set bit says that its
+  // word in the level below is not 0.
   template <bool last>
   int64_t down(size_t level, int64_t i) const {
     while (level-- > 0) {

@@ -56,8 +56,8 @@ void release();
 void release_in_child();
 void watch(bool on);
 
-// Returns the numbers of the operators since the last call, and the count of these operators. The count exceeds the
-// vector's size if there were more operators than fit into the sequence.
+// Returns the numbers of the operators that have begun since the last call, and how many they are. The count is larger
+// than the vector if the sequence had no room for some of them.
 std::pair<std::vector<int32_t>, int64_t> take_sequence();
 
 // Records operators at a level of detail until `end_records`, which ends watching too. Records storages only on devices

@@ -86,7 +86,7 @@ class RepeatedStep {
   }
 
   // Called at a request that `pass` has refused. Returns false if the request is not the learnt one, or if memplug has
-  // missed a last use that should have ended before it. Otherwise counts the request, and returns true.
+  // not seen a last use that should have ended before this request. Otherwise counts the request, and returns true.
   bool follow(int64_t nbytes, const void* stream);
 
   // Return the number of the step's last request, and the place of the outermost operator that made it; -1: no request

@@ -17,7 +17,7 @@
 // copies.h makes the copies, and has the rules that order streams. A storage's device memory belongs to the stream that
 // was current when its copy out began; while another stream is current, the storage is neither released nor prefetched.
 // Each stream that operators run on waits for returned storages before its next operator (`order_use`). Released memory
-// is used again only after the work that all these streams have queued by then.
+// is used again only after the work that all these streams had queued before the release.
 #pragma once
 
 #include <c10/core/Storage.h>

@@ -211,8 +211,8 @@ void on_end(OperatorCall& call) {
   see_what_is_needed(in_force());
 }
 
-// Frees memory for a failed request. Does nothing if memplug does not see the thread's outermost operator, since it
-// does not know that operator's tensors then.
+// Frees memory for a failed request. Does nothing if memplug does not see the thread's outermost operator: it would not
+// know which tensors that operator uses.
 bool relieve_step(size_t nbytes, int failures) {
   if (silent || !(enclosing > 0 || at::isRecordFunctionEnabled())) {
     return false;

@@ -235,7 +235,7 @@ void SwapStep::use(const at::RecordFunction& function) {
   });
 }
 
-// Finds the targets among an operator's tensors: those whose planned last use this is.
+// Finds the targets that the plan expects this operator to use last, and has them offloaded when the operator ends.
 template <typename Values>
 void SwapStep::find(const Values& values, int32_t number, bool output) {
   if (!finder_.expects(number, output)) {

@@ -255,10 +255,11 @@ class PlacementSearch {
   std::vector<double> blame_;  // by buffer: its failures so far, of which recent ones weigh more
   std::vector<int32_t> rank_;
   std::vector<int64_t> bound_;
-  // by section: end of the highest placed buffer; bytes of unplaced buffers; lower bound of the unplaced buffers'
-  // offsets
+  // By section. `sky_`: end of the highest placed buffer. `load_`: bytes of the unplaced buffers. `floor_`: lower bound
+  // of the unplaced buffers' offsets.
   std::vector<int64_t> sky_, load_, floor_;
-  // by buffer: the lowest offset above the placed buffers; the buffer's own offset, if it is placed
+  // By buffer. `rest_`: the lowest offset above the placed buffers. `offset_`: the buffer's own offset, if it is
+  // placed.
   std::vector<int64_t> rest_, offset_;
   std::vector<char> placed_;
   int64_t nodes_left_ = 0;
