@@ -207,7 +207,7 @@ class Arena {
   // Returns the byte ranges [begin, end) of the reused part that leftovers have held for a whole step.
   std::vector<std::pair<int64_t, int64_t>> leftovers() const;
 
-  // Forgets which requests left blocks beyond their step, since another model will train.
+  // Forgets which requests have left leftovers, since another model will train.
   void forget_leftovers();
 
   // Clears `wanted` of all blocks in use, since the recorder has forgotten them.
@@ -287,7 +287,7 @@ class Arena {
     int32_t kept;
     int32_t spare;
     uint32_t served_in = 0; // the step in which it was last served
-    const LeftoverHistory* mark = nullptr; // null: none of its blocks outlived its step
+    const LeftoverHistory* mark = nullptr; // null: no block of this request has outlived its step
   };
   struct Spot { // one place of the program
     int32_t begin = 0, end = 0, next = 0; // indices into `rows_`; `next` is the row expected next
@@ -335,7 +335,7 @@ class Arena {
   }
 
   void stop();
-  void retire(); // marks all reserved memory as retired: it is released once it is empty
+  void retire(); // marks all reserved memory as retired, which is released once no block is in it
   std::vector<std::unique_ptr<Reservation>> take_empty();
   void release(std::vector<std::unique_ptr<Reservation>> parts);
   void keep_live_blocks();

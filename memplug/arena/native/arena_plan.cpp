@@ -126,7 +126,7 @@ void Arena::keep_live_blocks() {
     others_[begin] = {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted};
   }
   for (auto& [begin, block] : kept_blocks_) {
-    block.slot = block.slots_end = 0; // the slots belonged to the plan
+    block.slot = block.slots_end = 0; // the slots were those of the plan that ends
   }
   live_starts_ = LiveStarts();
   offsets_.clear();

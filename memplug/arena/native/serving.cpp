@@ -60,7 +60,7 @@ void* serve_by(Arena& a, size_t nbytes, Stream stream) {
   return a.request(pack(place), place.layer, nbytes, stream, reuse);
 }
 
-// Serves requests in front of the devices' allocators.
+// Serves the requests of the devices' allocators from the process's arena.
 class ArenaServer final : public Server {
  public:
   void* serve(size_t nbytes, Stream stream) override {

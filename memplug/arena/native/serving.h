@@ -25,7 +25,7 @@ Arena* the_arena();
 // Returns the arena that has reserved the address, or null.
 Arena* arena_of(const void* pointer);
 
-// Returns the server through which the devices' allocators ask the arena (server.h).
+// Returns the server (server.h) by which the devices' allocators request memory from the arena.
 Server& arena_server();
 
 // Leaves requests in these passes (bit n: pass n) to the native allocator. Call it before `serve(true)` (server.h).

@@ -34,7 +34,7 @@ Forwards& forwards() {
 struct Thread {
   uint64_t owned = 0; // value of `ownership` when this thread last became the training thread
   int32_t suspensions = 0;
-  int32_t frameworks = 0; // calls of `begin_framework` not yet ended
+  int32_t frameworks = 0; // number of calls of `begin_framework` whose `end_framework` is still to come
   uint64_t suspended_nodes = 0; // number of nodes made in earlier suspensions
   uint64_t suspended_at = 0; // number of nodes made before the latest suspension
   int32_t number = 0;

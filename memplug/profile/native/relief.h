@@ -2,7 +2,7 @@
 //
 //     request ──fails──► release offloaded tensors ──► request ──fails──► offload more ──► request ──► … ──► error
 //
-// Before it fails a request, torch's allocator also frees the memory that it caches.
+// torch's allocator also frees its cached memory before it lets a request fail.
 #pragma once
 
 #include <c10/util/Exception.h>

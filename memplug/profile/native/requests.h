@@ -27,7 +27,7 @@ struct Usage {
   int64_t base_bytes; // bytes in use when the recording began
   int64_t in_use_bytes;
   int64_t peak_bytes;
-  int64_t marked_peak_bytes; // since `mark_peak`, or since the recording began
+  int64_t marked_peak_bytes; // peak since `mark_peak`, or since the recording began
 };
 
 // Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them. If the allocator does

@@ -42,7 +42,7 @@ class Server {
     return 0;
   }
 
-  // Tells the server that the recorder has forgotten all blocks, so it need not report their frees.
+  // Tells the server that the recorder has forgotten all blocks. The server then need not report their frees.
   virtual void forget_wanted() {}
 
   // The server's bytes on its device. `reserved`: from the native allocator. `live`: of blocks in use, as requested.

@@ -1,4 +1,4 @@
-// The swapper's record of a storage that is leaving, away or returning (the states in storage_swapper.h). Only
+// The swapper's record of a storage that is leaving, away or returning; storage_swapper.h explains these states. Only
 // storage_swapper.cpp, leaving.cpp and returning.cpp include this file.
 #pragma once
 

@@ -120,9 +120,9 @@ class Finder {
     return clock_.now();
   }
 
-  // Notes that the outermost operator that just began reads a storage as its input `slot`. In the first step that runs
-  // exactly as planned, the finder learns the anchors' storages, such as parameters. In later steps, a read of such a
-  // storage sets the clock. Returns whether this call has learnt the storage.
+  // Notes that the outermost operator at the clock's place reads a storage as its input `slot`. In the first step that
+  // runs exactly as planned, the finder learns the anchors' storages, such as parameters. In later steps, a read of
+  // such a storage sets the clock. Returns whether this call has learnt the storage.
   bool anchor(const void* storage, int32_t slot, int32_t number) {
     const auto known = keys_.find(storage);
     if (known != keys_.end()) {

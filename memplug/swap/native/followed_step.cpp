@@ -30,7 +30,7 @@ void SwapStep::follow() {
       int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
       if (turn.kind == Turn::RESTORE && after[i] >= 0) {
         if (prefetches[turn.target] < requests) {
-          // not before request 0, at which `leave_at_the_beginning` offloads
+          // request 0 at the earliest, at which `leave_at_the_beginning` offloads
           requests = std::max<int64_t>(requests - 1, 0);
         } else {
           lates_.emplace_back(requests - 1, turn.target);
@@ -61,7 +61,7 @@ std::pair<Sight, int32_t> SwapStep::sight() const {
     await(Sight::TENSORS, plan_.targets[target].operator_number);
   }
   for (const int32_t target : late_) {
-    if (returned_outside_[target]) { // the next use is outside of the program: it may be any operator
+    if (returned_outside_[target]) { // the next use is outside of the program, by an unknown operator
       await(Sight::TENSORS, ANY);
     } else {
       await(Sight::NUMBERS, plan_.program[plan_.targets[target].next_use]);

@@ -58,8 +58,8 @@ class RepeatedStep {
   // Learns that an outermost operator begins, and on which stream.
   void learn_operator(int64_t stream);
 
-  // `learn_last_use` learns that the running operator is the last to use a target's storage before it leaves, and
-  // `learn_end_of_last_use` that this operator has ended.
+  // `learn_last_use` learns that the running operator is the last to use a target's storage before the storage leaves.
+  // `learn_end_of_last_use` learns that this operator has ended.
   void learn_last_use(int32_t target, const c10::Storage& storage);
   void learn_end_of_last_use(int32_t target);
 
@@ -78,7 +78,7 @@ class RepeatedStep {
   void expect(int64_t request);
 
   // Called at each request, without a lock. If the request is the learnt one and no action is due at it, counts the
-  // request, and returns true. All other data that it reads changes only between steps.
+  // request, and returns true. All other data that `pass` reads changes only between steps.
   bool pass(int64_t nbytes, const void* stream) {
     int64_t number = next_.load(std::memory_order_acquire);
     return number < static_cast<int64_t>(quiet_.size()) && quiet_[number] && is_learnt(number, nbytes, stream) &&

@@ -93,7 +93,7 @@ class StorageSwapper {
   // Starts the copy in of the storage with that key.
   void prefetch(int64_t key);
 
-  // Makes the storage usable on the device by the current stream, in whatever state it is.
+  // Restores the storage, in whatever state it is, for use by the current stream.
   void restore(int64_t key);
 
   // Called before an operator runs on the current stream: makes the stream wait for the copies in of returned storages.

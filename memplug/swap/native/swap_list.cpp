@@ -37,8 +37,8 @@ thread_local int32_t enclosing = 0; // number of seen operators that the thread 
 thread_local OperatorMoment outermost; // its number is 0 if the step has not seen the outermost operator begin
 thread_local OperatorMoment unseen; // in a departed step: an unseen operator that the thread may be inside of
 
-// The followed step (repeated_step.h), or null. By this pointer, requests at which no action is due need no lock. It is
-// valid while requests are watched.
+// The followed step (repeated_step.h), or null. With this pointer, a request at which no action is due needs no lock.
+// The pointer is valid while requests are watched.
 std::atomic<RepeatedStep*> followed{nullptr};
 
 // Number of the only operator that the step needs to see; `SwapStep::ANY`: it needs to see all.

@@ -19,7 +19,7 @@ SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c
     turns_.push_back({target.prefetch, Turn::PREFETCH, index});
     turns_.push_back({target.next_use, Turn::RESTORE, index});
   }
-  returned_outside_.assign(plan_.targets.size(), 1); // assumed until a step shows it
+  returned_outside_.assign(plan_.targets.size(), 1); // assumed until a step shows otherwise
   std::stable_sort(turns_.begin(), turns_.end(), [](const Turn& one, const Turn& other) {
     return std::pair(one.place, one.kind) < std::pair(other.place, other.kind);
   });

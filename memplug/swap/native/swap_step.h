@@ -19,7 +19,7 @@ namespace memplug {
 
 struct SwapListCounters {
   int64_t steps = 0;
-  int64_t found = 0, missed = 0; // targets (tensors of the list), over all steps
+  int64_t found = 0, missed = 0; // numbers of targets (tensors of the list), summed over all steps
   int64_t repeated = 0; // steps that memplug followed from beginning to end, see repeated_step.h
 };
 

@@ -126,8 +126,8 @@ class PlacementSearch {
     return int64_t{1} << power;
   }
 
-  // Places all of `rows` (sorted by lower) except `skip`. Splits `rows` at times that no lifetime crosses, and places
-  // the parts one after another.
+  // Places all of `rows`, which are sorted by `lower`, except `skip`. Splits `rows` at times that no lifetime crosses,
+  // and places the parts one after another.
   bool place_parts(const std::vector<int32_t>& rows, int32_t skip, int64_t from, int32_t last_rank) {
     std::vector<std::vector<int32_t>> parts;
     int32_t end = -1;
