@@ -70,7 +70,7 @@ class Copies {
   // Makes all later copies in wait for the work queued so far on this stream, too.
   void prefetch_after(const StreamRef& stream);
 
-  // Makes a stream that operators run on wait for a copy.
+  // Makes a stream of operators wait for a copy.
   void wait(const StreamRef& stream, const EventRef& event, Wait why) {
     times.around(*streams_, stream, [&] { streams_->wait(stream, event, why); });
   }

@@ -103,8 +103,8 @@ class Streams {
   // Returns uninitialised device memory of so many bytes that belongs to the stream.
   virtual c10::DataPtr allocate(const StreamRef& stream, int64_t nbytes);
 
-  // Returns 1-D uint8 host memory, pinned if the device can pin. The memory never comes from an allocator that serves
-  // training, which on the CPU is torch's own. Throws if the host has too little.
+  // Returns 1-D uint8 host memory, pinned if the device can pin; throws if the host has too little. On the CPU, the
+  // memory does not come from torch's allocator, which serves the training there.
   virtual at::Tensor host_memory(int64_t nbytes);
 
   // Advance the host's clock on a device that simulates this clock (`HostClock`). `spend_forward` is called after a

@@ -55,7 +55,7 @@ void set_watcher(Order order, const Watcher* watcher);
 // stays, without a watcher to notify.
 void silence(Order order);
 
-// Sets a watcher while at least one instance for its position lives.
+// Keeps a watcher set while at least one instance for its position lives.
 class Watching {
  public:
   Watching(Order order, const Watcher& watcher);
@@ -71,7 +71,7 @@ class Watching {
 void lock_bus_for_fork();
 void unlock_bus_after_fork();
 
-// While an instance lives, operators of the calling thread belong to no forward.
+// While an instance lives, no region's forward notes the calling thread's operators.
 class Pause {
  public:
   Pause() {

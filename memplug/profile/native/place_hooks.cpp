@@ -17,8 +17,8 @@ namespace {
 
 constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2, IN_ENGINE_STEP = -3; // other values are indices of layers
 
-// Stack of the forwards, layers, optimizer and engine step that the training thread is in, each with the thread's place
-// before it.
+// Stack of the forwards, layers, optimizer and engine step that the training thread is in. Each entry has the place to
+// which the thread returns when it leaves.
 class PlaceHooks {
  public:
   void enter(int32_t what, Place former) {

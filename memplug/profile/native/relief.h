@@ -43,7 +43,7 @@ std::vector<ReliefEvent> take_relief_events();
 bool relieve(size_t nbytes, int failures);
 void explain(c10::OutOfMemoryError& error);
 
-// Returns the result of `request()`. If it throws for lack of memory, frees memory and calls it again.
+// Returns the result of `request()`. If the call throws for lack of memory, frees memory and calls again.
 template <typename Request>
 auto with_relief(size_t nbytes, const Request& request) {
   for (int failures = 0;;) {

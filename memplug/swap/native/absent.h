@@ -28,7 +28,8 @@ struct StorageSwapper::Absent {
   Slot slot;
   StreamRef stream; // the stream that owns the device memory, see copies.h
   OffloadState state = OffloadState::LEAVING;
-  EventRef offloaded, prefetched; // events at the ends of the copy out and the copy in; null: `stream` need not wait
+  // events that complete with the copy out and the copy in; null: `stream` need not wait
+  EventRef offloaded, prefetched;
   HostMemory* host = nullptr; // context of the storage's `DataPtr` while the storage is away
   bool passive = false; // the storage left because a request failed; no list names it
   // the device had no room when torch asked for a writable pointer, so torch got the host memory: do not prefetch it

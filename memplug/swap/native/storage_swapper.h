@@ -165,7 +165,7 @@ class StorageSwapper {
   const std::shared_ptr<HostRows> pool_;
   Copies copies_; // its users: the streams that operators run on, or that were current when a storage left
   Streams& streams_;
-  std::vector<int64_t> waited_; // by user: number of the last return whose copy in it has waited for
+  std::vector<int64_t> waited_; // by user: the user has waited for all returns up to this number
   int64_t newest_stream_ = 0; // number of the last operator's stream
   size_t newest_user_ = 0; // index of that stream among the users; meaningless while there are no users
   int64_t arrived_ = 0; // number of the latest return that has arrived
