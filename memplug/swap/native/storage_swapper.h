@@ -79,15 +79,15 @@ class StorageSwapper {
   // Frees the storage's device memory. First makes its stream, the current one, wait for the copy out.
   void release(int64_t key);
 
-  // Releases all storages that are leaving; returns the bytes freed.
+  // Releases all leaving storages whose memory belongs to the current stream; returns the bytes freed.
   int64_t release_leaving();
 
   // Offloads a storage that no list names, and releases its device memory at once; the storage returns when an operator
   // uses it. Returns the bytes freed for later work of the current stream; 0: the storage stays.
   int64_t leave_now(const c10::Storage& storage);
 
-  // Undoes the return that began last: its storage stays on the host. Returns the bytes freed for later work of the
-  // current stream.
+  // Undoes the latest return of a storage whose memory belongs to the current stream; the storage stays on the host.
+  // Returns the bytes freed for later work of this stream; 0: there is no such return.
   int64_t turn_back();
 
   // Starts the copy in of the storage with that key.
