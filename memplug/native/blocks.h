@@ -5,9 +5,9 @@
 
 namespace memplug {
 
-constexpr int64_t BLOCK_BYTES = 512; // memplug/sizes.py has it for Python
+constexpr int64_t BLOCK_BYTES = 512; // the same value as in memplug/sizes.py
 
-// Returns the bytes of the whole blocks that a request takes.
+// Returns the bytes of a request rounded up to whole blocks.
 constexpr int64_t in_blocks(int64_t nbytes) {
   return (nbytes + BLOCK_BYTES - 1) / BLOCK_BYTES * BLOCK_BYTES;
 }

@@ -1,4 +1,5 @@
-// Each folder of the native core registers its own part of the Python module, so that any folder may be absent.
+// The list of the native core's parts. A part is one folder's share of the Python module, with its locks. Each folder
+// registers its own part, so that any folder may be absent.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,21 +8,22 @@
 
 namespace memplug {
 
-// Level of a folder, which may include only folders of lower levels. Before a fork, locks of higher levels are taken
-// first, because a thread that holds one may request memory or run operators.
+// Level of a part: its folder may include only folders of lower levels. DEVICE and PROFILE: the folders of these names.
+// SERVING: the arena, which serves requests. ASKING: tokenwise and swap, which run operators and make requests. Before
+// a fork, locks of higher levels are taken first, because a thread that holds one may run operators or request memory.
 enum class Level { DEVICE, PROFILE, SERVING, ASKING };
 
 struct CorePart {
   Level level;
   void (*bind)(pybind11::module_& module);
-  void (*lock)() = nullptr; // before a fork: the child must not inherit a lock that another thread held
+  void (*lock)() = nullptr; // called before a fork: the child must not inherit a lock that another thread holds
   void (*unlock)(bool in_child) = nullptr;
-  void (*end_in_child)() = nullptr; // in the child of a fork: ends recording, serving and swapping
+  void (*end_in_child)() = nullptr; // called in the child of a fork: ends recording, serving and swapping
 };
 
 std::vector<CorePart>& parts();
 
-// Registers a part. Each folder has a constant of this type, which is made when the library is loaded.
+// Registers a part. Each folder has a constant of this type, which is constructed when the library is loaded.
 struct Registered {
   explicit Registered(CorePart part) {
     parts().push_back(part);

@@ -1,4 +1,4 @@
-// Converts rows of a table to and from bytes, which Python packs and unpacks.
+// Converts rows of a table to and from the bytes that Python packs and unpacks.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,9 +1,9 @@
-// The parts of torch's libraries that the core uses and torch may change. The parts of torch/csrc are in
-// torch_private_csrc.h, c10d's in exchange.cpp, and the CUDA allocator's in hands_on.h, cuda_front.cpp,
-// cuda_allocator.cpp and cuda_device.cpp. Python's names are in memplug/torch_private.py, with the versions of torch
-// that memplug knows.
+// The parts of torch's libraries that memplug's C++ uses and torch may change. Parts of torch/csrc are in
+// torch_private_csrc.h, those of c10d in exchange.cpp, and those of the CUDA allocator in hands_on.h, cuda_front.cpp,
+// cuda_allocator.cpp and cuda_device.cpp. For Python, memplug/torch_private.py has the private names, and the versions
+// of torch that memplug knows.
 //
-// No other file of the core includes these headers. If torch has moved a name, the build fails in this file, and
+// No other file of the core includes the headers below. If torch has moved a name, the build fails in this file, and
 // memplug's error quotes the line.
 #pragma once
 
@@ -28,7 +28,7 @@
 
 namespace memplug {
 
-// -- observed operators, and the thread's state around them --
+// -- observed operators, and a thread's state while they run --
 
 #ifndef NDEBUG
 #error "at::RecordFunction has another layout without NDEBUG, which torch is built with"
@@ -56,18 +56,18 @@ inline LocalKeys local_keys() {
   return c10::impl::tls_local_dispatch_key_set();
 }
 
-// Returns whether the thread has a stack of function transforms, empty or not. Reading the stack itself would make one,
-// which torch then copies for every node that autograd makes on the thread.
+// Returns whether the thread has a stack of function transforms, even an empty one. Reading the stack itself would make
+// one, which torch then copies for every node that autograd makes on the thread.
 inline bool has_transform_stack() {
   return at::functorch::functorchTLSAccessor() != nullptr;
 }
 
-// Returns how many nodes autograd has made on this thread.
+// Returns the number of nodes that autograd has made on this thread.
 inline uint64_t nodes_made() {
   return at::sequence_number::peek();
 }
 
-// Makes this thread notice callbacks that were added or removed.
+// Makes torch notice, on this thread, callbacks that were added or removed.
 inline void update_callbacks() {
   (void)at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
 }
@@ -78,13 +78,13 @@ inline const c10::VariableVersion& version_counter_of(const at::Tensor& tensor) 
   return tensor.unsafeGetTensorImpl()->version_counter();
 }
 
-// Torch cannot compare version counters; but a counter holds only a pointer to its count, which can be compared.
+// torch cannot compare version counters. But a counter holds only a pointer to its count, and pointers can be compared.
 inline bool is_same_counter(const c10::VariableVersion& one, const c10::VariableVersion& other) {
   static_assert(sizeof(one) == sizeof(void*), "c10::VariableVersion holds more than a pointer, and cannot be compared");
   return std::memcmp(&one, &other, sizeof(one)) == 0;
 }
 
-// Returns another tensor of the same storage; the caller sets its sizes and strides.
+// Returns another tensor of the storage of `base`; the caller sets the new tensor's sizes and strides.
 inline at::Tensor of_same_storage(const at::Tensor& base, c10::DispatchKeySet keys, c10::ScalarType dtype) {
   return at::detail::make_tensor<c10::TensorImpl>(
       c10::TensorImpl::VIEW, c10::Storage(base.storage()), keys, c10::scalarTypeToTypeMeta(dtype));
@@ -106,7 +106,7 @@ inline void set_lazy_bits(const at::Tensor& tensor, bool conj, bool neg) {
   tensor._set_neg(neg);
 }
 
-// Returns the data pointer without the checks that would notice a write.
+// Returns the data pointer without the checks by which torch notices a write.
 inline c10::DataPtr& pointer_of(c10::StorageImpl& storage) {
   return storage._mutable_data_ptr_no_checks();
 }

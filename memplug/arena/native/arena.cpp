@@ -90,9 +90,9 @@ Arena::Spot* Arena::spot_of(int32_t phase, int32_t layer) {
   return &spot;
 }
 
-// Returns the nearest planned request of this size and stream that was not served yet in this step. Looks from the
-// expected request onward first, and then before it. So an unplanned request shifts no others, and a planned request
-// that does not come is passed over.
+// Returns the next planned request of this size and stream that has not been served in this step. Looks from the
+// expected request onward first, then backward. So an unplanned request does not shift the others, and a planned
+// request that does not come is skipped.
 Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   const auto fits = [&](int32_t at) {
     const Row& row = rows_[at];
@@ -186,7 +186,7 @@ void* Arena::take_dynamic(Spot& spot, const RequestKind& kind, size_t nbytes, St
   return group >= 0 ? take_reusable(group, kind, nbytes, stream) : nullptr;
 }
 
-// Serves a request from the smallest stretch of the group's space that is free now and large enough (Eq. 6).
+// Serves a request from the smallest stretch of the group's bytes that is free now and large enough (STWeaver, eq. 6).
 void* Arena::take_reusable(int32_t group, const RequestKind& kind, size_t nbytes, Stream stream) {
   const int64_t size = kind.size;
   Stretch best{0, 0};
@@ -228,8 +228,8 @@ Arena::Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool hig
   return best;
 }
 
-// Returns the first block in use that overlaps [from, end), without its bytes before `from`; an empty stretch at `end`
-// if there is none.
+// Returns the first block in use that overlaps [from, end), clipped to begin at `from` or later; an empty stretch at
+// `end` if there is none.
 Arena::Stretch Arena::next_live(int64_t from, int64_t end) const {
   Stretch found{end, end};
   const auto number = [&](int64_t offset) {

@@ -1,10 +1,10 @@
 // Memory that is reserved once and serves requests at planned addresses (STWeaver, section 6). This header includes
 // neither torch nor CUDA: `ArenaDevice` hides the kind of device.
 //
-// A request is matched by its place in the program, its size and its stream. The arena hands out only bytes that are
-// free at that moment, whatever the plan says: a program that departs from its plan loses addresses, never data. Every
-// size and every address is a multiple of BLOCK_BYTES. The arena stands in front of the native allocator, which is
-// torch's own.
+// The arena stands in front of torch's own allocator, here called the native allocator. It finds a request in the plan
+// by its place in the program, its size and its stream. Whatever the plan says, the arena hands out only bytes that are
+// free at that moment: a program that departs from its plan loses addresses, never data. Every size and every address
+// is a multiple of BLOCK_BYTES.
 #pragma once
 
 #include <cstddef>
@@ -23,15 +23,15 @@
 
 namespace memplug {
 
-// The interface through which the arena uses a device, and reports blocks to it. The arena holds its lock during every
-// call, except when it reserves or releases memory, or stops serving.
+// The device whose memory an arena reserves, and to which the arena reports its blocks. The arena holds its lock during
+// each call, except when it reserves or releases memory, or stops serving.
 class ArenaDevice {
  public:
   virtual ~ArenaDevice() = default;
 
-  // Returns memory at a multiple of BLOCK_BYTES; throws if there is too little. The memory belongs to the current
-  // stream, as a block of torch's allocator does: work on other streams is ordered neither after uses of the memory
-  // before this call, nor before uses of it after `release`.
+  // `reserve` returns memory at a multiple of BLOCK_BYTES, and throws if the device has too little. Like a block of
+  // torch's allocator, the memory belongs to the current stream. For all other streams, the arena itself has to order
+  // their work after `reserve` and before `release`.
   virtual char* reserve(size_t nbytes) = 0;
   virtual Stream current_stream() = 0;
   virtual void release(char* memory) = 0;
@@ -43,40 +43,42 @@ class ArenaDevice {
   virtual void drop(Event event) = 0;
   virtual void synchronize() = 0;
 
-  // Used only with checks, in the order of the stream's work. `fill` fills memory with a byte; `is_filled` returns
-  // whether all of it still has this byte.
+  // Called only with checks (see `Arena`), in the order of the stream's work. `fill` sets all bytes of the memory to
+  // `byte`; `is_filled` returns whether all of them still have this value.
   virtual void fill(char* begin, size_t nbytes, int byte, Stream stream) = 0;
   virtual bool is_filled(const char* begin, size_t nbytes, int byte, Stream stream) = 0;
 
-  // The arena calls `handed_out` for each block that it hands out; the result says whether a recording wants to see the
-  // block freed. The arena calls `came_back` when the block is freed, with that result as `wanted`. `open`: whether a
+  // The arena calls `handed_out` for each block that it hands out. The result is whether a recording wants to be told
+  // when the block is freed. At that time the arena calls `came_back`, with this result as `wanted`. `open`: whether a
   // plan is in force.
   virtual bool handed_out(void* pointer, size_t nbytes, Stream stream) = 0;
   virtual void came_back(void* pointer, size_t nbytes, bool wanted, bool open) = 0;
 };
 
-// Packed like the dtypes of the same names in memplug/arena/tables.py, which explains slots and groups.
+// Same layout as the dtypes of the same names in memplug/arena/tables.py. A slot is a range of bytes for one block that
+// outlives steps; the slots of one size and stream form a slot class. A group is a list of byte ranges that no planned
+// request uses during a part of the step.
 #pragma pack(push, 1)
-struct PlannedRequest { // in program order within each place
-  int64_t size; // rounded up to BLOCK_BYTES; with checks, including the margin
-  int64_t offset; // in the reused part, if `kept` is -1
+struct PlannedRequest { // sorted in program order within each place
+  int64_t size; // bytes, rounded up to BLOCK_BYTES; with checks, including the margin
+  int64_t offset; // bytes from the beginning of the reused part, if `kept` is -1
   uint64_t crosses; // bit n: stream n uses some of these bytes at other times
   int32_t phase;
   int32_t layer;
   int32_t stream;
-  int32_t kept; // slot class if the block outlives the step (any free slot of the class serves it); else -1
-  int32_t spare; // group of reusable space to use if these bytes are not free; -1: none
+  int32_t kept; // slot class if the block outlives the step: any free slot of the class serves it; else -1
+  int32_t spare; // group that serves the request if its planned bytes are not free; -1: none
 };
 struct KeptSlot {
-  int64_t offset; // in the kept part
-  int32_t kept; // slot class: one for each size and stream
+  int64_t offset; // bytes from the beginning of the kept part
+  int32_t kept; // slot class
 };
-struct DynamicRequest { // in program order within each place; a place's last row stands for all further requests
+struct DynamicRequest { // sorted in program order within each place; a place's last row stands for all further requests
   int32_t phase;
   int32_t layer;
-  int32_t group; // -1: the native allocator serves the request
+  int32_t group; // group that serves the request; -1: the native allocator serves it
 };
-struct IdleSpace { // bytes that requests of a group may use
+struct IdleSpace { // one byte range of a group, in the reused part
   int64_t begin;
   int64_t end;
   int32_t group;
@@ -87,49 +89,53 @@ struct ArenaPlan {
   std::vector<PlannedRequest> requests;
   std::vector<KeptSlot> slots;
   std::vector<DynamicRequest> dynamic;
-  std::vector<IdleSpace> spaces; // by group, then by address
-  std::vector<uint64_t> crosses; // by group, like `PlannedRequest::crosses`
+  std::vector<IdleSpace> spaces; // sorted by group, then by address
+  std::vector<uint64_t> crosses; // by group: bit n is set if stream n uses some of its bytes at other times
   std::vector<int32_t> reusable; // groups to try, in this order, for a request outside of the program
   int64_t reused_bytes = 0; // size of the reused part, which holds a step's blocks
   int64_t kept_bytes = 0; // size of the kept part, which holds blocks that outlive the step
   int32_t streams = 1; // number of streams; stream 0 is the main one
 };
 
-// Counts since the arena was made; fields marked "now" hold current values. Each request is counted once.
+// Counts of requests since the arena was made; each request is in one count. Fields marked "now" hold current values.
 struct ArenaCounters {
   int64_t planned = 0; // served at their planned addresses
   int64_t planned_bytes = 0;
   int64_t dynamic = 0; // served from reusable space of their group
   int64_t dynamic_bytes = 0;
-  int64_t reusable = 0; // served from other reusable space or the annex: unplanned, or the planned address was in use
+  // served from other reusable space or the annex: they were unplanned, or their planned address was in use
+  int64_t reusable = 0;
   int64_t reusable_bytes = 0;
   int64_t unplanned = 0; // left to the native allocator: the plan has no such request
   int64_t occupied = 0; // left to the native allocator: the planned address was in use
   int64_t dynamic_missed = 0; // left to the native allocator: no reusable space of the group was large enough
-  int64_t without_gradients = 0; // left to the native allocator: made by a validation, and no space was large enough
+  // left to the native allocator: made without gradients, as by a validation, and no space was large enough
+  int64_t without_gradients = 0;
   int64_t fallback_bytes = 0; // bytes of the requests in the four counts above
   int64_t lasting = 0; // left to the native allocator: their blocks outlive the step
   int64_t lasting_bytes = 0;
   int64_t elsewhere = 0; // left to the native allocator: from threads that do not train, or in withheld passes
   int64_t written_freed = 0; // blocks that were written to after they were freed
   int64_t written_beyond = 0; // blocks that were written to beyond their end
-  int64_t reserved_bytes = 0; // now, with memory of earlier plans that is still in use
-  int64_t live_bytes = 0; // now: in use, as requested
-  int64_t live_size = 0; // now: in use, rounded up
-  int64_t peak_size = 0; // the largest live_size since the last plan
-  int64_t peak_bytes = 0; // the largest live_bytes since the last plan
+  int64_t reserved_bytes = 0; // now: reserved, including memory of earlier plans that is still in use
+  int64_t live_bytes = 0; // now: bytes of blocks in use, as requested
+  int64_t live_size = 0; // now: bytes of blocks in use, rounded up
+  int64_t peak_size = 0; // the largest live_size since the plan was loaded
+  int64_t peak_bytes = 0; // the largest live_bytes since the plan was loaded
   int64_t leftover_bytes = 0; // now: bytes of leftovers that have been in use for a whole step
-  int64_t wanted_bytes = 0; // now: bytes of blocks that a recording wants to see freed
-  int64_t told_bytes = 0; // now: bytes of blocks that a recording will see freed: under a plan all, else wanted_bytes
+  int64_t wanted_bytes = 0; // now: bytes of blocks with `wanted` set, see `ArenaDevice::handed_out`
+  // now: bytes of blocks whose free is reported to a recording: all under a plan, else wanted_bytes
+  int64_t told_bytes = 0;
 
   int64_t from_arena() const {
     return planned + dynamic + reusable;
   }
-  // Returns the number of training threads' requests that the native allocator served.
+  // Returns the number of training threads' requests that the native allocator served, without those counted in
+  // `lasting`.
   int64_t fallback() const {
     return unplanned + occupied + dynamic_missed + without_gradients;
   }
-  // Returns the number of requests that fell back because the plan does not fit the program.
+  // Returns how many requests the native allocator served because the plan does not fit the program.
   int64_t mismatched() const {
     return unplanned + occupied;
   }
@@ -177,33 +183,34 @@ enum class Reuse {
 
 class Arena {
  public:
-  // `checks`: freed bytes and the margins of blocks hold a pattern, to detect stray writes.
+  // `checks`: fills freed bytes, and a margin behind each block, with a pattern. A changed pattern reveals a stray
+  // write.
   Arena(ArenaDevice& device, bool checks) : device_(device), checks_(checks), pending_(device) {}
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
   ~Arena(); // all blocks must have been freed
 
-  // Serves this plan from now on. If `reserve` throws, so does this, and the arena then serves nothing.
+  // Serves requests by this plan from now on. Throws if `ArenaDevice::reserve` throws; the arena then serves nothing.
   void load(ArenaPlan plan);
 
   // Stops serving. Blocks in use stay valid until they are freed.
   void close();
 
-  // Begins a step: each place expects its first request. Blocks of the reused part that are still in use become
-  // leftovers: the native allocator serves their requests from now on.
+  // Begins a step: each place expects its first request. Blocks of the reused part and the annex that are still in use
+  // become leftovers: the native allocator serves their requests from now on.
   void begin_step();
 
-  // Reserves an annex of `nbytes` for requests whose planned bytes leftovers hold; 0: no annex. Must be called between
-  // two steps. If `reserve` throws, so does this, and there is no annex.
+  // Replaces the annex, from which the arena serves requests whose planned bytes leftovers hold, by one of `nbytes`; 0:
+  // no annex. Call it between two steps. Throws if `ArenaDevice::reserve` throws; then there is no annex.
   void extend(int64_t nbytes);
 
-  // Returns ranges [begin, end) of bytes in the reused part that leftovers have occupied for a whole step.
+  // Returns the byte ranges [begin, end) of the reused part that leftovers have held for a whole step.
   std::vector<std::pair<int64_t, int64_t>> leftovers() const;
 
-  // Forgets which requests left blocks beyond their step, since another model will train.
+  // Forgets which requests have left leftovers, since another model will train.
   void forget_leftovers();
 
-  // Marks all blocks in use as not wanted, since the recording that wanted to see them freed has ended.
+  // Clears `wanted` of all blocks in use, since the recorder has forgotten them.
   void forget_wanted();
 
   // Returns memory for a request; null: the native allocator has to serve it.
@@ -212,20 +219,20 @@ class Arena {
   // Counts a request that the arena does not serve: from a thread that does not train, or in a withheld pass.
   void elsewhere(size_t nbytes);
 
-  // Returns whether the arena has reserved this address.
+  // Returns whether the address is in memory that the arena has reserved.
   bool owns(const void* pointer) const;
 
-  // Frees a block, on any thread. Returns false if it is not the arena's.
+  // Frees a block, on any thread. Returns false if the block is not the arena's.
   bool give_back(void* pointer);
 
-  // Notes that the block is used on this stream too. Returns false if it is not the arena's.
+  // Notes that the block is used on this stream too. Returns false if the block is not the arena's.
   bool use_on(void* pointer, Stream stream);
 
-  // Returns the beginning of the reserved memory around `pointer`, or null if it is not the arena's.
+  // Returns the beginning of the reserved memory that contains `pointer`, or null if `pointer` is not the arena's.
   char* reserved_with(const void* pointer) const;
 
-  // Returns pairs (late, displaced) of planned requests, by index. When the displaced request came, the late request's
-  // block still occupied bytes planned for the displaced one.
+  // Returns pairs (late, displaced) of indices of planned requests. When the displaced request was made, its planned
+  // bytes were still in use by the late request's block.
   std::vector<std::pair<int32_t, int32_t>> late() const;
 
   ArenaCounters counters() const;
@@ -238,14 +245,15 @@ class Arena {
   }
 
  private:
-  // memory for a step's blocks; for blocks that outlive steps; for requests whose planned bytes leftovers hold
+  // REUSED: for a step's blocks. KEPT: for blocks that outlive the step. ANNEX: for requests whose planned bytes
+  // leftovers hold.
   enum class Role { REUSED, KEPT, ANNEX };
   struct Reservation { // memory that was reserved in one piece
     char* begin;
     int64_t nbytes;
     Stream stream; // the current stream when the memory was reserved; see `ArenaDevice::reserve`
     Role role;
-    int64_t live = 0; // blocks in use
+    int64_t live = 0; // number of blocks in use
     bool retired = false;
   };
   struct RequestKind { // identifies a request in later steps
@@ -263,10 +271,10 @@ class Arena {
       return (kind.place ^ own * 0x9E3779B97F4A7C15ull) * 0xC2B2AE3D27D4EB4Full >> 16;
     }
   };
-  struct LeftoverHistory { // leftovers of one kind
-    int32_t held = 0; // leftovers in use
-    int32_t live = 0; // blocks in use of unplanned requests of this kind
-    int32_t strikes = 0; // leftovers that stayed in use for a whole step or longer
+  struct LeftoverHistory { // the leftovers of one kind of request
+    int32_t held = 0; // number of leftovers in use
+    int32_t live = 0; // number of blocks in use that serve unplanned requests of this kind
+    int32_t strikes = 0; // number of leftovers that have stayed in use for a whole step or longer
     uint32_t until = 0; // the step from which the arena serves this kind again
   };
   struct Row { // a planned request
@@ -274,12 +282,12 @@ class Arena {
     int64_t offset;
     uint64_t crosses;
     int32_t start; // index of its offset in `offsets_`
-    int32_t end; // index in `offsets_` of the first offset that is not below its end
+    int32_t end; // index in `offsets_` of the first offset at or behind its end
     int32_t stream;
     int32_t kept;
     int32_t spare;
     uint32_t served_in = 0; // the step in which it was last served
-    const LeftoverHistory* mark = nullptr; // null: none of its blocks outlived its step
+    const LeftoverHistory* mark = nullptr; // null: no block of this request has outlived its step
   };
   struct Spot { // one place of the program
     int32_t begin = 0, end = 0, next = 0; // indices into `rows_`; `next` is the row expected next
@@ -300,21 +308,21 @@ class Arena {
     Reservation* part;
     RequestKind kind;
     bool wanted;
-    int32_t steps = 0; // steps that began while it was in use
-    bool counted = false; // whether `LeftoverHistory::live` counts it
+    int32_t steps = 0; // number of steps that began while the block was in use
+    bool counted = false; // whether `LeftoverHistory::live` counts the block
   };
   struct KeptBlock { // a block in the kept part
     char* end;
     int64_t nbytes;
     Stream stream;
-    int32_t slot, slots_end; // slots [slot, slots_end) of the plan in force that it holds
+    int32_t slot, slots_end; // indices [slot, slots_end) of the current plan's slots that the block overlaps
     bool wanted;
-    uint32_t since; // the step in which it was handed out
+    uint32_t since; // the step in which the block was handed out
   };
   struct LoadedSlot {
     int64_t offset;
     int64_t end;
-    int32_t held = 0; // blocks in use that overlap it
+    int32_t held = 0; // number of blocks in use that overlap the slot
   };
   using Stretch = std::pair<int64_t, int64_t>;
 
@@ -327,7 +335,7 @@ class Arena {
   }
 
   void stop();
-  void retire(); // marks all reserved memory as retired: it is released once it is empty
+  void retire(); // marks all reserved memory as retired, which is released once no block is in it
   std::vector<std::unique_ptr<Reservation>> take_empty();
   void release(std::vector<std::unique_ptr<Reservation>> parts);
   void keep_live_blocks();
@@ -382,7 +390,7 @@ class Arena {
   std::unordered_map<uint64_t, Spot> spots_;
   uint64_t last_place_ = 0;
   Spot* last_spot_ = nullptr;
-  std::vector<std::vector<int32_t>> slots_of_; // by slot class
+  std::vector<std::vector<int32_t>> slots_of_; // by slot class: indices of its slots
   std::vector<LoadedSlot> slots_;
   std::vector<std::pair<int32_t, int32_t>> spaces_of_; // by group: the range [first, end) of `plan_.spaces`
   // by the plan's stream number: whether the stream is known yet, and the stream
@@ -391,7 +399,7 @@ class Arena {
   std::vector<int64_t> offsets_; // distinct offsets of rows in the reused part, sorted
   std::vector<int32_t> start_table_; // hash table from an offset to its index in `offsets_`; -1: empty
   LiveStarts live_starts_;
-  std::vector<Live> live_; // by index of the offset in `offsets_`
+  std::vector<Live> live_; // by index in `offsets_`: the block at that offset
   std::map<char*, Other> others_;
   std::map<char*, KeptBlock> kept_blocks_;
   std::unordered_map<RequestKind, LeftoverHistory, RequestKindHash> marks_;

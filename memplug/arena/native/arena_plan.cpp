@@ -7,7 +7,8 @@
 namespace memplug {
 namespace {
 
-constexpr int64_t LARGEST_PART = 2; // memory that could be released is used again only up to this multiple of the need
+// reserved memory of more than this multiple of the needed bytes is released rather than used again
+constexpr int64_t LARGEST_PART = 2;
 
 size_t hash_of(int64_t offset, size_t mask) {
   return static_cast<uint64_t>(offset / BLOCK_BYTES) * 0x9E3779B97F4A7C15ull >> 20 & mask;
@@ -71,9 +72,9 @@ Arena::Reservation* Arena::add_part(int64_t nbytes, Role role) {
   return parts_.back().get();
 }
 
-// Returns reserved memory of this role that is large enough to use again, or null. Prefers memory that cannot be
-// released soon anyway (`is_pinned`), then the smallest. Other memory may have at most LARGEST_PART times the bytes
-// needed.
+// Returns reserved memory of this role with at least `nbytes`, to use it again; null if there is none. Prefers memory
+// that cannot be released soon anyway (`is_pinned`), and of this the smallest. Other memory must have at most
+// LARGEST_PART times `nbytes`.
 Arena::Reservation* Arena::find_part(Role role, int64_t nbytes) const {
   Reservation* best = nullptr;
   const auto rank = [&](const Reservation& part) { return std::make_pair(!is_pinned(part), part.nbytes); };
@@ -125,7 +126,7 @@ void Arena::keep_live_blocks() {
     others_[begin] = {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted};
   }
   for (auto& [begin, block] : kept_blocks_) {
-    block.slot = block.slots_end = 0; // the slots belonged to the plan
+    block.slot = block.slots_end = 0; // the slots were those of the plan that ends
   }
   live_starts_ = LiveStarts();
   offsets_.clear();
@@ -227,8 +228,8 @@ void Arena::build_spots() {
   }
 }
 
-// Places the slots one after another in the order of their planned offsets, around blocks that have outlived a whole
-// step and therefore stay. Drops a slot that finds no room.
+// Places the slots one after another in the order of their planned offsets. Leaves out the bytes of blocks that have
+// been in use for a whole step, since these are likely to stay. Drops a slot for which there is no room.
 void Arena::build_slots() {
   slots_.clear();
   slots_of_.clear();

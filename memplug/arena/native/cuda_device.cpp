@@ -99,8 +99,8 @@ class CudaArenaDevice final : public RecordingDevice {
   }
 
  private:
-  // An event outside of any graph. While its stream is capturing a graph, such an event cannot be recorded; it is
-  // recorded once the capture has ended.
+  // An event that belongs to no graph. It cannot be recorded while its stream captures a graph, so it is recorded once
+  // the capture has ended.
   struct Queued {
     explicit Queued(cudaStream_t of) : stream(of) {}
     ~Queued() {

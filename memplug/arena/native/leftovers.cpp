@@ -1,12 +1,12 @@
-// Leftovers are blocks that outlive their step although the plan did not know. This file notes the bytes that they
-// hold, and keeps them few.
+// Leftovers are blocks that outlive their step although the plan did not know. This file notes which bytes leftovers
+// hold, and limits their number.
 //
 // If a request's block is still in use when a later step begins, the native allocator serves that request from then on.
 // The request is recognised by its kind: its place, size and stream, and if it is planned, its number within the place.
-// So a planned request leaves at most one block. While MOST_AT_A_PLACE leftovers of a place's unplanned requests are in
-// use, the native allocator serves all unplanned requests of that place. After a leftover is freed, the arena serves
-// its request again, but only after a pause, which doubles each time. The annex serves requests whose planned bytes a
-// leftover holds.
+// So a planned request leaves at most one leftover. For unplanned requests there is a limit per place: while
+// MOST_AT_A_PLACE of their leftovers are in use, the native allocator serves all unplanned requests of the place. Once
+// a request's leftover has been freed, the arena serves the request again, after a pause that doubles each time. The
+// annex serves requests whose planned bytes a leftover holds.
 #include <algorithm>
 #include <utility>
 
@@ -15,9 +15,10 @@
 namespace memplug {
 namespace {
 
-constexpr int32_t MOST_ALIKE = 8; // unplanned blocks of one kind at once: a script that needs more seems to keep them
-constexpr int32_t MOST_AT_A_PLACE = 16; // leftovers of one place's unplanned requests, of all sizes
-constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles each time that the kind leaves a leftover for a whole step
+// most blocks in use of one kind of unplanned request: a script that needs more is likely to keep them
+constexpr int32_t MOST_ALIKE = 8;
+constexpr int32_t MOST_AT_A_PLACE = 16; // most leftovers in use of one place's unplanned requests, of all sizes
+constexpr uint32_t FIRST_PAUSE = 32; // steps; doubles each time that a leftover of the kind has stayed for a whole step
 constexpr int32_t MOST_DOUBLINGS = 20;
 constexpr size_t MANY_MARKS = 4096;
 
@@ -84,11 +85,11 @@ void Arena::note_leftover(const Other& other) {
   }
 }
 
-// Notes that a block was freed. A block that is freed in the step after its own causes no pause, since another thread
-// may have freed it a little late.
+// Notes that a block was freed. If this happened in the step after the block's own, there is no pause, since another
+// thread may have freed the block a little late.
 void Arena::note_end(const Other& other) {
   const auto found = marks_.find(other.kind);
-  if (found == marks_.end()) { // its kind left no block, or was forgotten
+  if (found == marks_.end()) { // no block of this kind was noted, or `forget_leftovers` has forgotten it
     return;
   }
   LeftoverHistory& mark = found->second;
@@ -142,7 +143,7 @@ std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
   return found;
 }
 
-// Returns whether leftovers, or blocks that outlive steps, keep this memory from being released soon.
+// Returns whether leftovers or kept blocks are in this memory, so that it is unlikely to be released soon.
 bool Arena::is_pinned(const Reservation& part) const {
   return part.role == Role::KEPT ? part.live > 0 : std::any_of(others_.begin(), others_.end(), [&](const auto& block) {
     return block.second.part == &part && block.second.steps > 1;

@@ -1,4 +1,5 @@
-// A bitset with a fast successor and predecessor: each reads at most five words for up to 262,144 integers.
+// A bitset with a fast successor (`from`) and predecessor (`before`): each reads at most five words if the set holds up
+// to 262,144 integers.
 #pragma once
 
 #include <cstddef>
@@ -64,7 +65,8 @@ class LiveStarts {
   }
 
  private:
-  // Follows set bits down to a member: a bit of one level says that a word of the level below is not 0.
+  // Returns the smallest member (with `last`, the largest) that bit `i` of `level` stands for. A set bit says that its
+  // word in the level below is not 0.
   template <bool last>
   int64_t down(size_t level, int64_t i) const {
     while (level-- > 0) {

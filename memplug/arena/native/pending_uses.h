@@ -1,4 +1,5 @@
-// Remembers uses of freed bytes that streams may not have completed yet, so that later users wait for them.
+// Remembers uses of freed bytes that streams may not have completed yet, so that the next users of the bytes wait for
+// them.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +20,12 @@ class PendingUses {
   PendingUses(const PendingUses&) = delete;
   PendingUses& operator=(const PendingUses&) = delete;
 
-  // Notes that the block at `block` is used on this stream besides its own.
+  // Notes that the block that begins at `block` is used on this stream besides its own.
   void use_on(char* block, Stream stream);
 
-  // Notes that a block of `stream` was freed. `alone`: the plan orders the bytes' next users after `stream`, so only
-  // uses by other streams are pending. `waits`: makes `stream` wait now for the other streams that use the block.
+  // Notes that a block of `stream` was freed. `alone`: only uses by other streams are pending, since the plan orders
+  // the next users of the bytes after `stream`. `waits`: makes `stream` wait now for all other streams that use the
+  // block.
   void end_block(char* begin, char* end, Stream stream, bool alone, bool waits);
 
   // Makes the stream wait for pending uses of these bytes by other streams.

@@ -16,7 +16,7 @@
 namespace memplug {
 namespace {
 
-std::atomic<int32_t> withheld{0}; // passes, one bit each
+std::atomic<int32_t> withheld{0}; // bit n is set: pass n is withheld
 std::atomic<Arena*> arena{nullptr};
 
 // All arenas of the process; the one that was opened last serves. Never destroyed: blocks may be freed after static
@@ -60,7 +60,7 @@ void* serve_by(Arena& a, size_t nbytes, Stream stream) {
   return a.request(pack(place), place.layer, nbytes, stream, reuse);
 }
 
-// Serves requests in front of the devices' allocators.
+// Serves the requests of the devices' allocators from the process's arena.
 class ArenaServer final : public Server {
  public:
   void* serve(size_t nbytes, Stream stream) override {
@@ -172,8 +172,9 @@ bool RecordingDevice::handed_out(void* pointer, size_t nbytes, Stream stream) {
   return note_malloc(pointer, nbytes, stream);
 }
 
-// Tells a recording that a block of this size was freed, as torch's allocators do. If the block was handed out before
-// the recording began, the recording is told only while a plan is in force, or if it counts all memory of the device.
+// Tells a recording that a block of this size was freed, as torch's allocators do. A block may have been handed out
+// before the recording began. Then the recording is told only if a plan is in force, or if it counts all memory of the
+// device.
 void RecordingDevice::came_back(void* pointer, size_t nbytes, bool wanted, bool open) {
   profile(pointer, -static_cast<int64_t>(nbytes));
   const bool known = open || base_of_recording() == Base::DEVICE;

@@ -15,17 +15,17 @@
 
 namespace memplug {
 
-// Makes the arena of `device` the process's arena, and returns it; creates it if needed. `device` must never be
-// destroyed. `checks`: see Arena.
+// Makes the arena of `device` with these checks (see Arena) the process's arena, and returns it; creates it if needed.
+// `device` must never be destroyed.
 Arena& open_arena(ArenaDevice& device, bool checks);
 
 // Returns the process's arena, or null before the first `open_arena`.
 Arena* the_arena();
 
-// Returns the arena that owns the address, or null.
+// Returns the arena that has reserved the address, or null.
 Arena* arena_of(const void* pointer);
 
-// Returns the server through which the devices' allocators ask the arena (server.h).
+// Returns the server (server.h) by which the devices' allocators request memory from the arena.
 Server& arena_server();
 
 // Leaves requests in these passes (bit n: pass n) to the native allocator. Call it before `serve(true)` (server.h).
@@ -38,7 +38,7 @@ int64_t live_bytes();
 void lock_arenas_for_fork();
 void unlock_arenas_after_fork();
 
-// Base of all devices: reports blocks to the recorder and to torch's profiler.
+// Base class of all devices: reports blocks to the recorder and to torch's profiler.
 class RecordingDevice : public ArenaDevice {
  public:
   explicit RecordingDevice(c10::Device device) : device_(device) {}
@@ -49,7 +49,7 @@ class RecordingDevice : public ArenaDevice {
   void profile(void* pointer, int64_t change);
 
   const c10::Device device_;
-  std::atomic<int64_t> in_use_bytes_{0}; // in use in all arenas of the device
+  std::atomic<int64_t> in_use_bytes_{0}; // bytes in use in all arenas of the device
 };
 
 // A device whose arenas lie in blocks of torch's own allocator.

@@ -1,15 +1,17 @@
-// Copies device memory to a store (copy out) and back (copy in), on two copy streams. Events order the copies with the
-// streams that operators run on. memplug makes all its copies through this class, of rows and of whole tensors.
+// Copies device memory to a store (copy out) and back (copy in), on two copy streams. Events order these copies with
+// the streams that operators run on, the users. memplug makes all its copies of rows and of whole tensors through this
+// class.
 //
-// The store's space for a copy is a slot. Device memory belongs to a stream, its owner. Three rules make every reuse of
-// memory safe by the order of events alone (each `Wait` in streams.h names the reason of one wait):
+// A slot is the space in the store for one copy. Device memory belongs to a stream, its owner. Three rules make every
+// reuse of memory safe by the order of events alone (`Wait` in streams.h lists the reasons for waiting):
 //   1. Device memory is released, or written in place, only after its owner has waited for the copy out that reads it.
-//   2. A copy in starts only after the work queued on the owner so far. So earlier uses of the new device memory are
-//      done, and by rule 1 also the copy out that filled the slot.
-//   3. A slot returns to its store only after the owner has waited for every copy in that reads it. A copy out, which
-//      may fill that slot, starts only after the work queued so far on all `users()`.
+//   2. A copy in starts only after the work queued on the owner so far. So earlier uses of the memory that it writes
+//      are done. By rule 1, the copy out that filled its slot is done too.
+//   3. A slot returns to its store only after the owner has waited for every copy in that reads the slot. A later copy
+//      out, which may fill the slot again, starts only after the work queued on all users so far.
 //
-// The lock of the technique that made an instance guards it: Python's lock (regions), or `swap_mutex` (the swap list).
+// An instance is guarded by a lock of the technique that made it: Python's lock (regions), or `swap_mutex` (the swap
+// list).
 #pragma once
 
 #include <deque>
@@ -26,10 +28,11 @@ namespace memplug {
 
 class Copies {
  public:
-  // Memory whose data is no longer needed, but which a copy may still use. `free()` releases the device memory.
+  // Memory whose data is no longer needed, but which a copy may still read or write. `free()` releases the device
+  // memory.
   struct Abandoned {
     StreamRef owner;
-    EventRef prefetched, offloaded; // copies that the owner has not waited for yet
+    EventRef prefetched, offloaded; // events of copies that the owner has not waited for yet
     std::optional<Slot> slot;
     std::function<void()> free;
   };
@@ -50,21 +53,21 @@ class Copies {
     return streams_->number_among(users_, stream);
   }
 
-  // Reserves space in the store. If there is none, counts the refusal and returns empty.
+  // Reserves space in the store. If the store has none, counts the refusal and returns empty.
   std::optional<Slot> take(int64_t nbytes);
   void give(const Slot& slot) {
     store_->give(slot);
   }
 
-  // Starts a copy out, after the work queued so far on all users; the rows belong to the stream `owner`. Returns an
-  // event that completes with the copy.
+  // Starts a copy out after the work queued so far on all users. `owner` is the stream that the rows belong to. Returns
+  // an event that completes with the copy.
   EventRef offload(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Starts a copy in, after the work queued so far on `owner`, the stream that the rows belong to. Returns an event
-  // that completes with the copy.
+  // Starts a copy in after the work queued so far on `owner`, the stream that the rows belong to. Returns an event that
+  // completes with the copy.
   EventRef prefetch(const at::Tensor& rows, const Slot& slot, const StreamRef& owner);
 
-  // Makes each later copy in start after the work queued so far on this stream too.
+  // Makes all later copies in wait for the work queued so far on this stream, too.
   void prefetch_after(const StreamRef& stream);
 
   // Makes a stream of operators wait for a copy.
@@ -72,11 +75,11 @@ class Copies {
     times.around(*streams_, stream, [&] { streams_->wait(stream, event, why); });
   }
 
-  // Makes the owner wait for a copy, and also the current stream of operators if that is another.
+  // Makes the owner wait for a copy, and also the current stream if that is another one.
   void wait_on_its_streams(const StreamRef& owner, const EventRef& event, Wait why);
 
-  // Hands over to `drain` memory whose data is no longer needed. A copy may still use the memory, so `drain` makes the
-  // owner wait for that copy before it releases the memory.
+  // `abandon` queues memory whose data is no longer needed, but which a copy may still use. `drain` makes the owner of
+  // such memory wait for that copy, and then releases the memory.
   void abandon(Abandoned abandoned) {
     abandoned_.push_back(std::move(abandoned));
   }
@@ -91,9 +94,9 @@ class Copies {
     return closed_;
   }
 
-  StepTimes times; // measured waits; on the CPU, where nothing waits, measured copies
-  int64_t offloaded_bytes = 0, prefetched_bytes = 0; // sums over all copies started so far
-  int64_t refused = 0, refused_bytes = 0; // requests that the store had no space for
+  StepTimes times; // times of waits; on the CPU, where nothing waits, times of copies
+  int64_t offloaded_bytes = 0, prefetched_bytes = 0; // of all copies started so far
+  int64_t refused = 0, refused_bytes = 0; // requests for which the store had no space
 
  private:
   template <typename Act>

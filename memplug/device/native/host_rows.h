@@ -15,15 +15,15 @@ namespace memplug {
 
 constexpr int64_t kRowAlignment = 512; // bytes; HOST_ROW_BYTES in memplug/sizes.py
 
-// Serves a request from the first hole that fits, in the order of slabs and offsets. Neighbouring holes merge, so that
-// the pool does not grow without bound in a run with many sequence lengths (ProTrain, appendix B.2). The lock of its
-// `Copies` guards it (copies.h).
+// Serves a request from the first hole (a free range of a slab) that is large enough, in the order of slabs and
+// offsets. Neighbouring holes merge, so that the pool does not grow without bound in a run with many sequence lengths
+// (ProTrain, appendix B.2). The lock that guards the `Copies` of this store guards the store too (copies.h).
 class HostRows final : public RowStore {
  public:
-  // `grow(nbytes)` adds a slab with space for so many bytes, or returns false.
+  // `grow(nbytes)` adds a slab that has space for `nbytes`, or returns false.
   explicit HostRows(std::function<bool(int64_t)> grow) : grow_(std::move(grow)) {}
 
-  // Returns empty if there is no space and no slab could be added.
+  // Returns empty if there is no space, and `grow` could not add a slab.
   std::optional<Slot> take(int64_t nbytes) override;
   void give(const Slot& slot) override;
 
@@ -31,7 +31,7 @@ class HostRows final : public RowStore {
   void copy_out(Streams& streams, const StreamRef& stream, const Slot& slot, const at::Tensor& rows) override;
   void copy_in(Streams& streams, const StreamRef& stream, const at::Tensor& rows, const Slot& slot) override;
 
-  // Adds a slab: 1-D uint8, its size a multiple of the alignment.
+  // Adds a slab: a 1-D uint8 tensor whose size is a multiple of kRowAlignment.
   void add(at::Tensor slab);
 
   // Drops all slabs and slots.
@@ -42,12 +42,13 @@ class HostRows final : public RowStore {
   }
 
   int64_t used_bytes = 0;
-  int64_t peak_bytes = 0, recent_peak_bytes = 0; // `recent_peak_bytes`: since `take_peak_bytes` in Python
+  // bytes; `recent_peak_bytes`: since the last `take_peak_bytes` in Python
+  int64_t peak_bytes = 0, recent_peak_bytes = 0;
 
  private:
   struct Slab {
     at::Tensor memory;
-    std::map<int64_t, int64_t> holes; // size by offset
+    std::map<int64_t, int64_t> holes; // from offset to size, bytes
   };
 
   std::optional<Slot> find(int64_t size, int64_t nbytes);

@@ -10,7 +10,7 @@
 
 namespace memplug {
 
-// Bytes `[offset, offset + size)` of one slab, of which `nbytes` were requested.
+// Bytes `[offset, offset + size)` of slab `slab`, of which `nbytes` were requested.
 struct Slot {
   size_t slab;
   int64_t offset, size, nbytes;
@@ -23,11 +23,11 @@ class RowStore {
   // Reserves space; returns empty if there is none.
   virtual std::optional<Slot> take(int64_t nbytes) = 0;
 
-  // Releases a slot. The caller must have ordered every copy of the slot before the next use of its bytes.
+  // Releases a slot. The caller must have ordered all copies of the slot before the next use of its bytes.
   virtual void give(const Slot& slot) = 0;
 
   // `copy_out` queues a copy of device rows to a slot of their size. `copy_in` queues a copy back to rows of the same
-  // shape, strides and dtype. Work that is queued on the stream later runs after the copy.
+  // shape, strides and dtype. Later work of the stream runs after the copy.
   virtual void copy_out(Streams& streams, const StreamRef& stream, const Slot& slot, const at::Tensor& rows) = 0;
   virtual void copy_in(Streams& streams, const StreamRef& stream, const at::Tensor& rows, const Slot& slot) = 0;
 };

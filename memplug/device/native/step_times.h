@@ -1,4 +1,4 @@
-// Measures on a step's streams when its operators began, and how long they waited for copies.
+// Measures when a step's operators begin on their streams, and how long the streams wait for copies.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,8 @@ namespace memplug {
 
 class StepTimes {
  public:
-  // Starts to measure waits, and with `operators` also operators. If both are false, stops; the measurements stay.
+  // Starts to measure waits, and with `operators` also the beginnings of operators. If both arguments are false, stops;
+  // the measurements stay.
   void measure(bool waits, bool operators) {
     if (waits || operators) {
       waits_.clear();
@@ -24,7 +25,7 @@ class StepTimes {
     measures_operators_ = operators;
   }
 
-  // Marks the beginning of an operator of the program, or of other work, on the current stream.
+  // Marks that an operator of the program, or other work, begins on the current stream.
   void mark_operator(Streams& streams, bool of_program) {
     if (measures_operators_ && (of_program || (!began_.empty() && began_.back().of_program)) && !streams.is_capturing()) {
       began_.push_back({streams.mark(streams.current()), of_program});
@@ -49,7 +50,7 @@ class StepTimes {
     waits_.push_back({std::move(begin), streams.mark(stream), began_.size()});
   }
 
-  // Returns the seconds of all waits; empty if the device is not done.
+  // Returns the seconds of all waits; empty if the device has not finished them.
   std::optional<double> waited_s(Streams& streams) const {
     double all = 0;
     for (const Waited& wait : waits_) {
@@ -62,8 +63,8 @@ class StepTimes {
     return all;
   }
 
-  // Returns the seconds of each operator of the program, from its beginning to the next mark, less waits. The last
-  // entry is the time of the work after the last operator. Returns empty if the device is not done.
+  // Returns the seconds of each operator of the program, from its beginning to the next mark, without waits in between.
+  // The last entry is for the work after the last operator. Returns empty if the device has not finished the step.
   std::optional<std::vector<double>> operators_s(Streams& streams) const {
     if (!began_.empty() && ended_ == nullptr) {
       return std::nullopt;
@@ -88,7 +89,7 @@ class StepTimes {
     }
     double behind_s = 0;
     for (size_t i = 0; i < spans.size(); ++i) {
-      // an operator on another stream may begin before one that was queued earlier
+      // negative if the next operator runs on another stream, where it may have begun earlier
       const double one = std::max(spans[i], 0.0);
       began_[i].of_program ? all.push_back(one) : void(behind_s = one);
     }

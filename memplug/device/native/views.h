@@ -7,7 +7,8 @@
 
 namespace memplug {
 
-// Returns part of the storage of `base`, read as `dtype`, with the version counter of `base`; `offset` in elements.
+// Returns a view of part of the storage of `base`, read as `dtype`, with the version counter of `base`. `offset` is in
+// elements.
 inline at::Tensor view_of(
     const at::Tensor& base, at::IntArrayRef size, at::IntArrayRef stride, int64_t offset, at::ScalarType dtype, bool conj, bool neg) {
   constexpr c10::DispatchKeySet lazy({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
@@ -20,7 +21,7 @@ inline at::Tensor view_of(
   return tensor;
 }
 
-// Returns memory as a tensor of bytes that does not keep the memory alive.
+// Returns memory as a tensor of bytes. The tensor does not keep the memory alive.
 inline at::Tensor bytes_at(const void* memory, int64_t nbytes, c10::Device device) {
   return at::from_blob(const_cast<void*>(memory), {nbytes}, at::TensorOptions().dtype(at::kByte).device(device));
 }

@@ -15,8 +15,8 @@ constexpr size_t NEEDS = 3;
 struct Bus {
   std::mutex mutex; // guards everything except the atomics; its holder takes no other lock than torch's
   std::array<std::atomic<const Watcher*>, WATCHERS> watchers{};
-  std::array<int, WATCHERS> watching{}; // living `Watching` instances that were not silenced
-  std::array<int, WATCHERS> silenced{}; // calls of `silence` for each position
+  std::array<int, WATCHERS> watching{}; // number of living `Watching` instances that were not silenced
+  std::array<int, WATCHERS> silenced{}; // number of calls of `silence`
   std::array<at::CallbackHandle, NEEDS> handles{
       at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE, at::INVALID_CALLBACK_HANDLE};
 };
@@ -36,7 +36,7 @@ struct Told {
 thread_local std::array<std::vector<Told>, NEEDS> told;
 thread_local int pauses = 0;
 
-// Calls `tell`. Returns `failure` if it is set; otherwise the exception that `tell` threw, or null.
+// Calls `tell`. Returns `failure` if it is set, else the exception that `tell` threw, else null.
 template <typename Tell>
 std::exception_ptr caught(std::exception_ptr failure, const Tell& tell) {
   try {

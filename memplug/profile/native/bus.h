@@ -1,4 +1,5 @@
-// Calls watchers when operators begin and end, on any thread. Watchers with the same need share one torch callback.
+// Calls memplug's watchers when operators begin and end, on any thread. Watchers with the same `Need` share one torch
+// callback.
 #pragma once
 
 #include <array>
@@ -10,7 +11,7 @@
 
 namespace memplug {
 
-// A watcher needs only the beginnings of operators, or also their ends, or also their tensors, which cost the most.
+// The facts about operators that a watcher needs: beginnings; also ends; also tensors, which cost the most time.
 enum class Need : uint8_t { BEGINNINGS, ENDS, TENSORS };
 
 // An operator of the calling thread, at its beginning or its end.
@@ -43,10 +44,11 @@ struct Watcher {
   void (*end)(OperatorCall& call) = nullptr;
 };
 
-// Positions of watchers, one each. Watchers with the same need are called in this order, at beginnings and at ends.
+// Positions of watchers; each position holds one watcher. Watchers with the same need are called in this order, at
+// beginnings and at ends.
 enum Order : size_t { RECORDS, STORAGES, FORWARDS, WATCHERS };
 
-// Sets the watcher at a position, from the next operator on; null removes it.
+// Sets the watcher at a position, from the next operator on. Null removes it.
 void set_watcher(Order order, const Watcher* watcher);
 
 // Removes the watcher at a position in the child of a fork. The child must not take torch's locks, so torch's callback
@@ -63,13 +65,13 @@ class Watching {
 
  private:
   const Order order_;
-  int silenced_; // calls of `silence` for the position before this instance was made
+  int silenced_; // number of calls of `silence` for the position before this instance was made
 };
 
 void lock_bus_for_fork();
 void unlock_bus_after_fork();
 
-// While an instance lives, operators of the calling thread belong to no forward.
+// While an instance lives, no region's forward notes the calling thread's operators.
 class Pause {
  public:
   Pause() {
@@ -83,7 +85,7 @@ class Pause {
 
   static void begin();
   static void end();
-  static int depth(); // returns how many instances live on the calling thread
+  static int depth(); // returns the number of instances that live on the calling thread
 };
 
 } // namespace memplug

@@ -13,7 +13,7 @@
 namespace memplug {
 namespace {
 
-// The micro-batch and layer of the autograd nodes that a thread makes from this sequence number on.
+// Micro-batch and layer of the autograd nodes that a thread makes from sequence number `sequence` on.
 struct NodeMark {
   uint64_t sequence;
   int32_t micro_batch;
@@ -34,20 +34,21 @@ Forwards& forwards() {
 struct Thread {
   uint64_t owned = 0; // value of `ownership` when this thread last became the training thread
   int32_t suspensions = 0;
-  int32_t frameworks = 0; // calls of `begin_framework` not yet ended
-  uint64_t suspended_nodes = 0; // nodes made in earlier suspensions
-  uint64_t suspended_at = 0; // nodes made before the latest suspension
+  int32_t frameworks = 0; // number of calls of `begin_framework` whose `end_framework` is still to come
+  uint64_t suspended_nodes = 0; // number of nodes made in earlier suspensions
+  uint64_t suspended_at = 0; // number of nodes made before the latest suspension
   int32_t number = 0;
   Place explicit_place;
   int32_t last_forward = -1;
   Place last_backward;
   uint64_t last_node[2] = {0, 0}; // thread and sequence number of the node that `last_backward` belongs to
   Place outside_of_backward; // place of the nodes that the thread makes outside of backward
-  bool made_in_backward = false; // a backward marked other places: `here` has to mark that one again
+  bool made_in_backward = false; // a backward has marked other places: `here` must mark `outside_of_backward` again
 };
 
 thread_local Thread this_thread;
-std::atomic<uint64_t> ownership{0}; // calls of `own_thread`; the thread of the last call is the training thread
+// number of calls of `own_thread`; the thread of the last call is the training thread
+std::atomic<uint64_t> ownership{0};
 std::atomic<int32_t> other_threads{0};
 
 bool in_backward() {

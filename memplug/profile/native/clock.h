@@ -31,10 +31,10 @@ bool trains();
 // backward.
 bool in_program();
 
-// Returns whether the calling thread runs the model's part of the program, by which memplug compares steps. The part
-// excludes work of frameworks (`begin_framework`), gradient accumulation with the hooks that follow it, and everything
-// after the last node of a backward. The amount of such work varies with ranks, with buckets, and with the parameters
-// that are still gathered when backward reaches a module.
+// Returns whether the calling thread runs the model's part of the program. memplug compares steps by this part. It
+// excludes work whose amount varies with ranks, with buckets, and with the parameters that are still gathered when
+// backward reaches a module: work of frameworks (`begin_framework`), gradient accumulation with the hooks that follow
+// it, and everything after the last node of a backward.
 bool in_model();
 
 // Between these two calls, the calling thread's operators count as a framework's, such as those that gather parameters.
@@ -50,25 +50,25 @@ bool is_suspended();
 // Returns 0 if the calling thread trains, otherwise the thread's own number, from 1.
 int32_t thread_number();
 
-// Returns the calling thread's place. In a backward, this is the micro-batch and layer whose forward made the current
-// node. They are looked up by the node's sequence number, so backward needs no hooks.
+// Returns the calling thread's place. In a backward, micro-batch and layer are those of the forward that made the
+// current node. They are looked up by the node's sequence number, so backward needs no hooks.
 Place here();
 
-// Enter a place on the calling thread: a forward, a forward without gradients, a layer or the optimizer. Return the
-// thread's former place, for `leave`.
+// Enter a place on the calling thread: a forward, a forward without gradients, a layer or the optimizer. Each call
+// returns the thread's former place, for `leave`.
 Place enter_forward(int32_t micro_batch);
 Place enter_no_grad();
 Place enter_layer(int32_t layer);
 Place enter_optimizer();
 void leave(Place former);
 
-// Returns the micro-batch of the forward that the calling thread entered last; -1: none since `forget`.
+// Returns the micro-batch of the forward that the calling thread entered last; -1: it has entered none since `forget`.
 int32_t last_forward();
 
 // Resets the calling thread's place, and forgets all forwards; called between steps.
 void forget();
 
-// Between these two calls, the calling thread's operators are memplug's own, and no part of the program.
+// Between these two calls, the calling thread's operators are memplug's own, and do not belong to the program.
 void suspend();
 void resume();
 struct Suspension {
@@ -88,8 +88,8 @@ struct Suspension {
   std::optional<c10::InferenceMode> normal_;
 };
 
-// Returns how many autograd nodes the program has made on the calling thread since the thread started. The number of
-// nodes in a step characterises its forwards, at no cost.
+// Returns the number of autograd nodes that the program has made on the calling thread since the thread started. The
+// number of nodes that a step makes characterises its forwards, at no cost.
 uint64_t nodes();
 
 void lock_places_for_fork();

@@ -1,5 +1,5 @@
-// The allocator in front of the CPU's. With it, a machine without a GPU records and serves requests by the same code as
-// a machine with a GPU.
+// memplug's allocator in front of torch's CPU allocator. With it, a machine without a GPU records and serves requests
+// by the same code as a machine with a GPU.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 

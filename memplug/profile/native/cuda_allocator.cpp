@@ -1,9 +1,10 @@
-// Records the CUDA allocator by a trace tracker of torch's, which sees every malloc and free with the requested bytes.
+// Records requests to CUDA's allocator by a trace tracker, a callback of torch's that sees every malloc and free with
+// the requested bytes.
 //
-// An allocator in front would have to give recorded blocks a deleter of its own to see their frees, but the native
-// allocator's `recordStream` silently ignores blocks with a foreign deleter. With the tracker, blocks, statistics,
-// snapshots, streams and pools stay native. torch cannot remove a tracker. So memplug attaches one tracker, once, which
-// returns immediately while requests are neither recorded nor counted.
+// An allocator in front of the native one, which is torch's own, could see the frees of recorded blocks only by giving
+// them its own deleter. But the native allocator's `recordStream` silently ignores blocks with a foreign deleter. With
+// the tracker, blocks, statistics, snapshots, streams and pools stay native. torch cannot remove a tracker. So memplug
+// attaches a single one, which returns immediately while requests are neither recorded nor counted.
 #ifdef MEMPLUG_CUDA
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -25,7 +26,7 @@ std::atomic<int> recorded{-1}; // index of the device whose requests are recorde
 std::atomic<int> counted{-1}; // index of the device whose bytes in use are counted; -1: none
 thread_local int unheard = 0;
 
-// Bytes in use, requested or allocated: those of the native allocator, those of the arena, and the peak of their sum.
+// Bytes in use, requested or allocated: of the native allocator, of the arena, and the peak of their sum.
 struct UsedBytes {
   std::atomic<int64_t> native{0}, arena{0}, peak{0};
 

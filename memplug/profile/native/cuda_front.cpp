@@ -1,7 +1,7 @@
-// The allocator in front of CUDA's. If the server (server.h) serves a request, the allocator returns the server's
-// block, otherwise the native allocator's block, untouched. It overrides some calls, and hands all others on. If the
-// installed version of torch has a call that hands_on.h does not know, this allocator cannot be made; the recorder
-// works all the same.
+// memplug's allocator in front of the native one, which is torch's own for CUDA. If the server (server.h) serves a
+// request, memplug's allocator returns the server's block, otherwise the native block, untouched. It overrides some
+// calls, and hands all others on. If the installed version of torch has a call that hands_on.h does not know, memplug's
+// allocator cannot be made; the recorder works all the same.
 #include "cuda_memory.h"
 
 #ifdef MEMPLUG_CUDA_ARENA
@@ -149,7 +149,7 @@ Native* native_allocator = nullptr;
 Native* standing = nullptr;
 int standing_device = 0, used_by = 0; // `used_by`: a bit for each `User`
 std::atomic<int> reserved_parts{0};
-std::atomic<bool> leaves{false}; // remove `standing` once the arena has no reserved memory
+std::atomic<bool> leaves{false}; // remove memplug's allocator (`standing`) once the arena has no reserved memory left
 
 bool swap(Native* expected, Native* wanted) {
   Native* current = expected;
@@ -175,7 +175,7 @@ void stand_before_cuda(User user, bool wanted) {
   const bool was_on = used_by != 0;
   used_by = wanted ? used_by | user : used_by & ~user;
   const bool on = used_by != 0;
-  if (on && !was_on && !leaves) { // the native peak may have been reset in the meantime
+  if (on && !was_on && !leaves) { // count anew: the native peak may have been reset in the meantime
     const DeviceStats stats = native_allocator->getDeviceStats(static_cast<c10::DeviceIndex>(standing_device));
     const auto& [requested, allocated] = std::tie(stats.requested_bytes[AGGREGATE], stats.allocated_bytes[AGGREGATE]);
     begin_device_peak(standing_device, {requested.current, allocated.current}, {requested.peak, allocated.peak});

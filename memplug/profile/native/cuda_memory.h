@@ -1,4 +1,4 @@
-// Counts the CUDA allocator's bytes in use, as a trace tracker sees them, and adds the arena's.
+// Counts the CUDA allocator's bytes in use by a trace tracker (cuda_allocator.cpp), and adds the arena's.
 #pragma once
 
 #ifdef MEMPLUG_CUDA
@@ -21,8 +21,8 @@ namespace memplug {
 constexpr size_t AGGREGATE = 0, LARGE_POOL = 2; // indices in torch's StatType
 
 struct DeviceBytes {
-  int64_t requested; // as requested
-  int64_t allocated; // rounded up, as the allocator does
+  int64_t requested;
+  int64_t allocated; // rounded up by the allocator
 };
 
 // Starts counting from the allocator's current bytes in use and its peak so far, both without the arena's bytes.
@@ -41,12 +41,12 @@ struct Unheard {
   ~Unheard();
 };
 
-// Makes the allocator that stands in front of the device's (cuda_front.cpp), but does not install it. Throws if this
-// version of torch has calls that hands_on.h does not know.
+// Makes memplug's allocator in front of the device's (cuda_front.cpp), but does not install it. Throws if this version
+// of torch has calls that hands_on.h does not know.
 void prepare_cuda_allocator(int device);
-// Installs that allocator for a `User` (requests.h), or ends this use. After the last use, the allocator stays until
-// the arena has no memory: `record_stream` of an arena's block must not reach the native allocator, which would ignore
-// it.
+// Installs memplug's allocator for a `User` (requests.h), or ends its use by this `User`. After the last use, the
+// allocator stays until the arena has no memory: `record_stream` of an arena's block must not reach the native
+// allocator, which would ignore it.
 void stand_before_cuda(User user, bool on);
 void note_arena_memory(int parts); // `parts`: number of pieces of memory that the arena has reserved now
 c10::cuda::CUDACachingAllocator::CUDAAllocator& native_cuda_allocator();

@@ -1,8 +1,9 @@
-// A CUDA allocator that hands every call on to another one.
+// A CUDA allocator that hands every call on to another one, here called the native allocator.
 //
 // Versions of torch differ in the allocator's calls. A call that some versions lack is declared here without
-// `override`, and handed on if the installed version has it. If the installed version has a pure virtual call that
-// this file does not know, the class stays abstract. memplug/native/cuda_calls.py finds other unknown calls.
+// `override`, and handed on if the installed version has it. If the installed version has a pure virtual call that is
+// missing here, the class stays abstract. memplug/native/cuda_calls.py finds calls that are missing here and not pure
+// virtual.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>

@@ -9,7 +9,8 @@
 
 namespace memplug {
 
-// Stands in for the number of a label that is no operator, such as those of autograd's engine around a node.
+// Stands for the operator's number where torch reports a label that is no operator, such as the autograd engine's label
+// around a node.
 constexpr int32_t NOT_AN_OPERATOR = -1;
 // Returns the operator's number, usually without a lock.
 int32_t number_of(const at::RecordFunction& function);

@@ -1,5 +1,5 @@
-// The allocator in front of the native one of a device that torch knows only by its type (PrivateUse1), such as the
-// virtual device. Native blocks keep their context, but get a deleter that reports their free.
+// memplug's allocator in front of the native one, for a device that torch knows only by its type (PrivateUse1), such as
+// the virtual device. Native blocks keep their context, but get a deleter that reports their free.
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/flat_hash_map.h>
 

@@ -17,16 +17,16 @@ namespace {
 
 constexpr int32_t IN_MODEL = -1, IN_OPTIMIZER = -2, IN_ENGINE_STEP = -3; // other values are indices of layers
 
-// Stack of the forwards, layers, optimizer and engine step that the training thread is in, each with the thread's place
-// before it.
+// Stack of the forwards, layers, optimizer and engine step that the training thread is in. Each entry has the place to
+// which the thread returns when it leaves.
 class PlaceHooks {
  public:
   void enter(int32_t what, Place former) {
     entered_.emplace_back(what, former);
   }
 
-  // Leaves `what` and everything entered inside it: after an error, inner ends may be missing. Does nothing if `what`
-  // was not entered: after an error, its beginning may be missing.
+  // Leaves `what`, and everything that was entered inside of it and not left because of an error. Does nothing if an
+  // error has prevented that `what` was entered.
   void leave(int32_t what) {
     const auto found =
         std::find_if(entered_.rbegin(), entered_.rend(), [what](const auto& entry) { return entry.first == what; });

@@ -2,7 +2,7 @@
 //
 //     request ──fails──► release offloaded tensors ──► request ──fails──► offload more ──► request ──► … ──► error
 //
-// Before it fails a request, torch's allocator also frees the memory that it caches.
+// torch's allocator also frees its cached memory before it lets a request fail.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -16,16 +16,16 @@
 namespace memplug {
 
 // One event of relief. FAILED: the request failed. RELEASED: memory of offloaded tensors was released. LEFT: another
-// tensor was offloaded. TURNED: the prefetch of a tensor was undone. SERVED: the request succeeded.
-// GIVEN_UP: the request failed for good.
+// tensor was offloaded. TURNED: a tensor's prefetch was undone. SERVED: the request succeeded. GIVEN_UP: the request
+// failed for good.
 struct ReliefEvent {
   enum ReliefKind : int32_t { FAILED, RELEASED, LEFT, TURNED, SERVED, GIVEN_UP };
   ReliefKind kind;
   int64_t nbytes; // bytes of the request, or of the memory that was freed for it
 };
 
-// Frees memory for a request of the calling thread that has failed `failures` times (from 1). Returns whether to try
-// the request again; false if there is nothing left to free.
+// Frees memory for a request of the calling thread; `failures`: how often the request has failed, from 1. Returns
+// whether to try the request again; false if there is nothing left to free.
 using Reliever = bool (*)(size_t nbytes, int failures);
 
 // Returns the text that memplug adds to the error of a request that fails for good.
@@ -33,7 +33,7 @@ using Explanation = std::function<std::string()>;
 
 // Sets the reliever and the explanation; null removes them.
 void ask_for_relief(Reliever reliever, Explanation explain);
-void end_relief_in_child(); // after a fork
+void end_relief_in_child(); // called in the child of a fork
 
 void note_relief(ReliefEvent event);
 
@@ -43,7 +43,7 @@ std::vector<ReliefEvent> take_relief_events();
 bool relieve(size_t nbytes, int failures);
 void explain(c10::OutOfMemoryError& error);
 
-// Returns the result of `request()`. If it throws for lack of memory, frees memory and calls it again.
+// Returns the result of `request()`. If the call throws for lack of memory, frees memory and calls again.
 template <typename Request>
 auto with_relief(size_t nbytes, const Request& request) {
   for (int failures = 0;;) {

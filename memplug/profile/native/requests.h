@@ -13,8 +13,8 @@ namespace memplug {
 #pragma pack(push, 1)
 struct RequestEvent {
   int32_t kind; // 0 malloc, 1 free
-  int64_t request; // running number; -1: allocated before the recording
-  int64_t nbytes; // of a malloc: as requested; of a free: 0, or the size of a block from before the recording
+  int64_t request; // number of the malloc in this recording; -1: the block was allocated before the recording
+  int64_t nbytes; // of a malloc: bytes requested; of a free: 0, or the size of a block from before the recording
   int64_t stream;
   int64_t operator_index;
   int32_t phase;
@@ -24,22 +24,22 @@ struct RequestEvent {
 #pragma pack(pop)
 
 struct Usage {
-  int64_t base_bytes; // in use when the recording began
+  int64_t base_bytes; // bytes in use when the recording began
   int64_t in_use_bytes;
   int64_t peak_bytes;
-  int64_t marked_peak_bytes; // since `mark_peak`, or since the recording began
+  int64_t marked_peak_bytes; // peak since `mark_peak`, or since the recording began
 };
 
-// Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them; -1 if it does not
-// count, then `base_of_recording` tells which bytes the recording begins with. A free is recorded if and only if its
-// malloc was recorded or the recording began with the block's bytes. So bytes in use never become negative.
+// Begins a recording. `base_bytes`: bytes in use on the device now, as its allocator counts them. If the allocator does
+// not count, -1; `base_of_recording` then tells which bytes the recording begins with. A free is recorded if and only
+// if its malloc was recorded or the recording began with the block's bytes. So bytes in use never become negative.
 void begin_requests(int64_t base_bytes);
 void end_requests();
 bool recording_requests();
 
-// Which bytes a recording begins with. TRACKED: live blocks of earlier recordings, and the arena's. LIMIT: the bytes
+// The bytes that a recording begins with. TRACKED: live blocks of earlier recordings, and the arena's. LIMIT: the bytes
 // that the CPU's limit counts, and the arena's. DEVICE: all bytes that the device's allocator counts.
-// `base_of_recording` is about the running or the last recording.
+// `base_of_recording` returns the base of the running or last recording.
 enum class Base { TRACKED, LIMIT, DEVICE };
 Base base_of_recording();
 
@@ -47,7 +47,7 @@ Base base_of_recording();
 // whether the caller must report the block's free (`note_free`), even after the recording.
 bool note_malloc(void* pointer, size_t nbytes, const void* stream);
 // Records a free. `nbytes` matters only for a block from before the recording: the block's size if the recording began
-// with its bytes, otherwise 0.
+// with its bytes, else 0.
 void note_free(void* pointer, size_t nbytes);
 
 // While an instance made with `on` lives, mallocs and frees of the calling thread are not recorded, so the recording
@@ -66,11 +66,12 @@ class Moving {
 // Gives a recorded block a new address.
 void note_moved(void* from, void* to);
 
-// Adds bytes that were moved off the device (negative: back); recordings that begin later count them as in use.
+// Notes that memplug has moved so many bytes off the device (negative: back). Later recordings count them as in use.
 void note_moved_out(int64_t nbytes);
 
-// Called on any thread for each request to an allocator in front of torch's (`User`): before the request is served,
-// with `memory` null, and afterwards, with the memory served. `watch_requests(nullptr)` removes the watcher.
+// A watcher of requests to an allocator in front of torch's (`User`), called on any thread: before each request is
+// served, with `memory` null, and afterwards, with the memory that serves it. `watch_requests(nullptr)` removes the
+// watcher.
 using RequestWatcher = void (*)(size_t nbytes, const void* stream, const void* memory);
 void watch_requests(RequestWatcher watcher);
 RequestWatcher request_watcher();
@@ -103,26 +104,26 @@ std::vector<RequestEvent> take_requests();
 void lock_requests_for_fork();
 void unlock_requests_after_fork();
 
-// Install and remove memplug's allocator in front of torch's CPU allocator, for one of its users in memplug. Requests
-// that no arena serves go on to torch's allocator. A second `install_cpu` for the same user throws.
+// Install and remove memplug's allocator in front of torch's CPU allocator. `user` is the part of memplug that needs
+// it; a second `install_cpu` for the same user throws. Requests that no arena serves go on to torch's allocator.
 enum User : int { RECORDER = 1, ARENA = 2, RELIEF = 4 };
 void install_cpu(User user);
 void uninstall_cpu(User user);
-c10::Allocator& native_cpu_allocator(); // the allocator behind memplug's
+c10::Allocator& native_cpu_allocator(); // torch's allocator behind memplug's
 
-// Do the same for a device that torch knows only by its type (PrivateUse1), such as the virtual device.
+// The same for a device that torch knows only by its type (PrivateUse1), such as the virtual device.
 void install_other(User user);
 void uninstall_other(User user);
 c10::Allocator& native_other_allocator();
 const void* current_other_stream();
 
-// Limits the CPU's memory when the CPU stands in for a device; -1: no limit. Blocks requested from now on may take at
-// most `nbytes` at a time, and a request beyond that fails as on a device. Memory that an arena reserves and blocks
-// that it serves do not count.
+// Limits the CPU's memory when the CPU stands in for a device; -1: no limit. Blocks that are requested from now on may
+// take `nbytes` in total at any time; a request for more fails as on a device. Memory that an arena reserves and blocks
+// that an arena serves do not count.
 void limit_cpu(int64_t nbytes);
 
-// Adds a block from before the limit to the bytes in use; does nothing if the block counts already or there is no
-// limit.
+// Adds a block that was requested before the limit to the bytes in use. Does nothing if the block counts already, or if
+// there is no limit.
 void count_cpu(c10::DataPtr& block, int64_t nbytes);
 
 struct CpuBytes {

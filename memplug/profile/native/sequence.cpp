@@ -33,8 +33,8 @@ Sequence& sequence() {
 // The current recording; the mutex guards everything in it.
 struct OpenRecording {
   std::mutex mutex;
-  int64_t number = 0; // running number of this recording in the process
-  bool open = false; // if false, ignore a callback that still runs after it was removed
+  int64_t number = 0; // number of this recording in the process
+  bool open = false; // if false, callbacks record nothing: one may still run after it was removed
   Records records;
   c10::DeviceType device_type = c10::DeviceType::CPU;
   std::chrono::steady_clock::time_point begin;
@@ -72,7 +72,7 @@ void use(OpenRecording& r, int64_t index, const at::Tensor& tensor, bool output)
     r.seen.emplace_back(storage.getWeakStorageImpl());
     r.records.tensors.push_back({nbytes, static_cast<int32_t>(tensor.scalar_type())});
   } else if (nbytes > r.records.tensors[number].nbytes) {
-    r.records.tensors[number].nbytes = nbytes; // the storage has grown since
+    r.records.tensors[number].nbytes = nbytes; // the storage has grown
   }
   r.records.uses.push_back({static_cast<int32_t>(index), number, output});
 }

@@ -1,5 +1,5 @@
-// Watches the operators that the training thread and autograd's threads run: notes their numbers and, while recording,
-// details of each.
+// Watches the operators of the training thread and of autograd's threads: notes their numbers and, while recording,
+// their details.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 
 namespace memplug {
 
-// How much is recorded of each operator; each level includes the lower ones.
+// The details recorded of each operator; each level includes the lower ones.
 enum Detail : int32_t {
   SEQUENCE = 0, // the operator's number
   OPERATORS = 1, // also its phase, layer, time and the memory in use, for a trace
@@ -46,9 +46,9 @@ struct Records {
   std::vector<TensorRecord> tensors;
 };
 
-// `claim` acquires the process's recorder for the calling thread and autograd's threads, but watches nothing until
-// `watch(true)`; it throws if the recorder is already claimed. `release` gives the recorder back, and removes
-// callbacks.
+// `claim` acquires the process's recorder for the calling thread and autograd's threads, and throws if the recorder is
+// already claimed. The recorder watches nothing until `watch(true)`. `release` gives the recorder back, and removes
+// torch's callbacks.
 void claim();
 void release();
 
@@ -56,8 +56,8 @@ void release();
 void release_in_child();
 void watch(bool on);
 
-// Returns the numbers of the operators since the last call, and the count of these operators. The count exceeds the
-// vector's size if there were more operators than fit into the sequence.
+// Returns the numbers of the operators that have begun since the last call, and how many they are. The count is larger
+// than the vector if the sequence had no room for some of them.
 std::pair<std::vector<int32_t>, int64_t> take_sequence();
 
 // Records operators at a level of detail until `end_records`, which ends watching too. Records storages only on devices

@@ -7,7 +7,7 @@
 
 namespace memplug {
 
-// This base class serves no request.
+// Base class of servers; serves no request itself.
 class Server {
  public:
   virtual ~Server() = default;
@@ -31,20 +31,22 @@ class Server {
     return nullptr;
   }
 
-  // Returns the bytes of live blocks whose free the server will report to a recording. A recording counts blocks of
-  // earlier plans, like the native allocator's blocks, as memory from before its beginning.
+  // Returns the bytes of live blocks whose free the server would report to a recording that begins now. Such a
+  // recording counts these blocks as in use from its beginning, as it does with the native allocator's blocks.
   virtual int64_t told_bytes() {
     return 0;
   }
-  // Returns the bytes of live blocks whose malloc the server has reported to a recording, so it must report their free.
+  // Returns the bytes of live blocks whose free the server must report, since it has reported their malloc to a
+  // recording.
   virtual int64_t wanted_bytes() {
     return 0;
   }
 
-  // Tells the server that the recorder has forgotten all blocks, so it need not report their frees.
+  // Tells the server that the recorder has forgotten all blocks. The server then need not report their frees.
   virtual void forget_wanted() {}
 
-  // The server's bytes on its device: reserved from the native allocator; in use, as requested; in use, rounded up.
+  // The server's bytes on its device. `reserved`: from the native allocator. `live`: of blocks in use, as requested.
+  // `live_size`: the same, rounded up.
   struct Bytes {
     int64_t reserved, live, live_size;
   };
@@ -57,7 +59,7 @@ class Server {
 Server& server();
 void set_server(Server& server);
 
-// Returns whether requests go to the server first; costs one atomic load.
+// Returns whether requests go to the server first, at the cost of one atomic load.
 bool serving();
 void serve(bool on);
 

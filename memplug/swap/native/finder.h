@@ -1,9 +1,11 @@
-// Finds the targets (the tensors of a swap list) in a running step; knows only identity, size and dtype of storages.
+// Finds the targets, which are the tensors of a swap list, in a running step. The finder never dereferences a storage:
+// its callers pass the address, size and dtype.
 //
-// The clock counts the program's outermost operators (program_clock.h). The finder recognizes a target at its last use
-// before it leaves: by its features (tensor_features.h), size and dtype, the operator that uses it, and its slot, which
-// is its number among the operator's inputs or outputs. The use has to be close to the planned place: closer than half
-// the distance to the next tensor that looks the same. It is better to find no tensor than a wrong one.
+// A clock counts the program's outermost operators, which are those that no other operator calls (program_clock.h). The
+// finder recognizes a target at its last use before it is offloaded. It compares the tensor's features
+// (tensor_features.h), size and dtype, the operator that uses the tensor, and the tensor's slot, which is its number
+// among that operator's inputs or outputs. The use must also be close to the planned place: closer than half the
+// distance to the next tensor that looks the same. Finding no tensor is better than finding a wrong one.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -20,45 +22,48 @@
 
 namespace memplug {
 
-// Packed as TARGET in memplug/swap/tables.py. A place is the index of an outermost operator in the program.
+// A target. Same layout as TARGET in memplug/swap/tables.py. A place is the index of an outermost operator in the
+// program.
 #pragma pack(push, 1)
 struct SwapTarget {
   int64_t nbytes;
   int32_t dtype; // c10::ScalarType of the first tensor seen in the storage
-  int32_t operator_number; // the operator of the last use, by its number (operator_names.h)
-  uint8_t output; // 1: the tensor is an output of that operator; 0: an input
+  int32_t operator_number; // number of the operator of the last use (operator_names.h)
+  uint8_t output; // 1: the tensor is an output of that operator; 0: it is an input
   int32_t slot; // the tensor's number among the operator's outputs, or inputs
-  uint32_t uses, kinds; // with `recent`: the tensor's Features, including the last use
+  uint32_t uses, kinds; // with `recent`: the tensor's Features after its last use
   uint64_t recent;
-  int32_t tolerance; // the most places by which the last use may be off
-  // Places. `last_use` is -1 if the tensor leaves as the step begins. `next_use` is the length of the program if the
-  // program does not use the tensor again.
+  int32_t tolerance; // greatest distance, in places, of the actual last use from the planned one
+  // Places of the last use before the tensor leaves, of its release, of its prefetch and of its next use. If `last_use`
+  // is -1, the tensor leaves as the step begins. If `next_use` is the program's length, the program does not use the
+  // tensor again.
   int32_t last_use, release, prefetch, next_use;
-  int32_t key; // if `last_use` is -1, the key of the anchor that identifies the tensor; else -1
+  int32_t key; // if `last_use` is -1: `Anchor::key` of the tensor; else -1
 };
 #pragma pack(pop)
 
-// Packed as ANCHOR in memplug/swap/tables.py: the operator at `place` reads a tensor that lives from step to step.
-// Places from the program's length on stand for the operators of `SwapListPlan::outside`, in their order.
+// An anchor: the operator at `place` reads a tensor that outlives the step. Places from the program's length on are
+// those of the operators in `SwapListPlan::outside`, in order. Same layout as ANCHOR in memplug/swap/tables.py.
 #pragma pack(push, 1)
 struct Anchor {
   int32_t place, slot; // slot: the tensor's number among the operator's inputs
-  int32_t key; // identifies the tensor
+  int32_t key; // the same for all anchors of one tensor
 };
 #pragma pack(pop)
 
 struct SwapListPlan {
-  std::vector<int32_t> program; // numbers of the outermost operators, in order
-  // runs of operators outside of the program: (place of the program's operator before the run, operator numbers)
+  std::vector<int32_t> program; // numbers of the program's outermost operators, in order
+  // sequences of operators outside of the program: (place of the last program operator before them, their numbers)
   std::vector<std::pair<int32_t, std::vector<int32_t>>> outside;
-  std::vector<uint8_t> ranks; // frequency ranks by operator number, see `Features::read_by`; beyond the end: 255
-  std::vector<SwapTarget> targets; // by last use, rising
-  std::vector<Anchor> anchors; // by place, rising
+  std::vector<uint8_t> ranks; // by operator number: its rank, see `Features::read_by`; beyond the end: 255
+  std::vector<SwapTarget> targets; // sorted by last use
+  std::vector<Anchor> anchors; // sorted by place
   int64_t min_bytes = 0; // smaller storages are ignored
-  std::vector<std::string> collectives; // prefixes of collectives' names
+  std::vector<std::string> collectives; // prefixes of the names of collectives
 };
 
-// The beginning of an outermost operator: its running number over all threads, and its stream.
+// One run of an outermost operator. `number` counts such runs on all threads, from 1; `stream` is the number of the
+// run's stream.
 struct OperatorMoment {
   int64_t number = 0, stream = 0;
 };
@@ -97,7 +102,7 @@ class Finder {
     return seen_.find(storage) != seen_.end();
   }
 
-  // `move_to` sets the clock to a known place; `note_found` notes that a target was found.
+  // `move_to` sets the clock to a place; `note_found` marks a target as found.
   void move_to(int32_t place) {
     clock_.move_to(place);
   }
@@ -110,14 +115,14 @@ class Finder {
     clock_.tick(number);
   }
 
-  // Returns the clock's place in the planned step.
+  // Returns the clock's place.
   int32_t now() const {
     return clock_.now();
   }
 
-  // Notes that the outermost operator that just began reads a storage as its input `slot`. In the first step that runs
-  // exactly as planned, the finder learns the storages of the anchors, such as parameters. In later steps, a read of
-  // such a storage sets the clock. Returns whether the finder learnt the storage in this call.
+  // Notes that the outermost operator at the clock's place reads a storage as its input `slot`. In the first step that
+  // runs exactly as planned, the finder learns the anchors' storages, such as parameters. In later steps, a read of
+  // such a storage sets the clock. Returns whether this call has learnt the storage.
   bool anchor(const void* storage, int32_t slot, int32_t number) {
     const auto known = keys_.find(storage);
     if (known != keys_.end()) {
@@ -142,8 +147,8 @@ class Finder {
     return false;
   }
 
-  // Notes that an operator uses a storage; returns whether the storage is new. `made`: whether a new storage was made
-  // by this operator or an enclosing one, and not outside of the program.
+  // Notes that an operator of the program uses a storage; returns whether the storage is new to the finder. `made`
+  // matters only for a new storage: true if this operator, or one that it runs inside of, made the storage.
   bool see(const void* storage, int64_t nbytes, int32_t dtype, const OperatorMoment& now, bool made = false) {
     if (nbytes != 0 && nbytes < plan_.min_bytes) { // a storage without memory may get some later
       return false;
@@ -163,9 +168,9 @@ class Finder {
     }
   }
 
-  // Returns the bytes of an idle storage, and the running number of the operator that used it last; 0 bytes if the
-  // storage is not idle. A storage is idle if the program has made it (in any step), only the stream of `now` has used
-  // it, and its last use came before `now`.
+  // Returns an idle storage's bytes, and the `OperatorMoment::number` of its last use; {0, 0} if the storage is not
+  // idle. An idle storage was made by the program, in any step, and last used before `now`. No collective has used it,
+  // and no stream other than that of `now`.
   std::pair<int64_t, int64_t> idle(const void* storage, const OperatorMoment& now) const {
     const auto seen = seen_.find(storage);
     if (seen == seen_.end() || !seen->second.is_made || seen->second.is_shared || seen->second.stream != now.stream ||
@@ -175,7 +180,7 @@ class Finder {
     return {seen->second.nbytes, seen->second.last_use};
   }
 
-  // Notes that the operator with that number reads the storage.
+  // Notes that the operator with this number reads the storage.
   void read(const void* storage, int32_t number) {
     const auto seen = seen_.find(storage);
     if (seen != seen_.end()) {
@@ -184,7 +189,8 @@ class Finder {
     }
   }
 
-  // Returns whether an output (`output`) or an input of the operator with that number may be a target now.
+  // Returns whether a tensor of the operator with this number may be a target now: an output if `output`, else an
+  // input.
   bool expects(int32_t number, bool output) {
     const auto& targets = plan_.targets;
     const int32_t place = clock_.now();
@@ -199,8 +205,8 @@ class Finder {
     return false;
   }
 
-  // Returns the index of the target that this storage is; -1 if it is none. Call it only if `expects` has returned
-  // true; `slot` is the storage's number among the operator's outputs (`output`) or inputs.
+  // Returns the index of the target that the storage belongs to; -1: none. Call it only if `expects` has returned true.
+  // `slot` is the tensor's number among the operator's outputs if `output`, else among its inputs.
   int32_t find(const void* storage, int64_t nbytes, int32_t number, bool output, int32_t slot) {
     const int32_t place = clock_.now();
     const auto& targets = plan_.targets;
@@ -225,9 +231,9 @@ class Finder {
     int64_t nbytes;
     int32_t dtype;
     int64_t stream; // stream of its first use
-    int64_t last_use; // number of the `OperatorMoment` of its last use
-    bool is_made; // whether the program made it
-    bool is_shared = false; // another stream or a collective has used it too, and the end of that use is unknown
+    int64_t last_use; // `OperatorMoment::number` of its last use
+    bool is_made; // whether the program made the storage
+    bool is_shared = false; // another stream or a collective has used the storage, and the end of that use is unknown
 
     void use(const OperatorMoment& now) {
       last_use = now.number;
@@ -246,9 +252,10 @@ class Finder {
   std::vector<bool> found_;
   size_t next_ = 0;
   ska::flat_hash_map<const void*, Seen> seen_;
-  // keys of anchors, by storage; `learnt_` has those of this step, and becomes `keys_` if the step runs as planned
+  // by storage: `Anchor::key`. `learnt_` has the storages learnt in this step; if the step runs as planned, they become
+  // `keys_`
   ska::flat_hash_map<const void*, int32_t> keys_, learnt_;
-  ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // places of anchors, by key
+  ska::flat_hash_map<int32_t, std::vector<int32_t>> places_; // by `Anchor::key`: the places of its anchors
 };
 
 } // namespace memplug

@@ -1,5 +1,5 @@
-// Acts on a swap list's tensors in a followed step: requests for memory show how far the step has come, and memplug
-// sees only a few of its operators (repeated_step.h).
+// Swaps a list's tensors in a followed step (repeated_step.h): its requests for memory show how far the step has come,
+// and memplug sees only a few of its operators.
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -8,18 +8,19 @@
 
 namespace memplug {
 
-// Begins to follow the step: finds the request at which each turn (a release, prefetch or restore) is due. A release or
-// prefetch is due at the first request after the operator at its place has begun. A restore must come before the
-// operator at its place, the next use, so it is due at the last request before that operator. If the prefetch is due
-// only after that request, the tensor is late: memplug has to see the next use itself, and restores the tensor as that
-// operator begins.
+// Begins to follow the step: finds the request at which each turn (`Turn`: a release, prefetch or restore) is due.
+//
+// A release or prefetch is due at the first request after the operator at its place has begun. A restore must come
+// before the operator of the tensor's next use, so it is due at the last request before that operator. If no request
+// comes between a tensor's prefetch and its next use, the tensor is late: memplug watches for the operator of the next
+// use, and restores the tensor as that operator begins.
 void SwapStep::follow() {
   if (due_.empty()) {
     lates_.clear();
     const std::vector<int64_t>& after = repeated_.turns();
     std::vector<int64_t> prefetches(plan_.targets.size(), 0);
     for (size_t i = 0; i < turns_.size(); ++i) {
-      // all prefetches first: `turns_` has a prefetch at the place of the next use after the restore
+      // all prefetches first: at one place, `turns_` has a restore before a prefetch
       if (turns_[i].kind == Turn::PREFETCH) {
         prefetches[turns_[i].target] = after[i] < 0 ? INT64_MAX : after[i];
       }
@@ -29,7 +30,7 @@ void SwapStep::follow() {
       int64_t requests = after[i] < 0 ? INT64_MAX : after[i];
       if (turn.kind == Turn::RESTORE && after[i] >= 0) {
         if (prefetches[turn.target] < requests) {
-          // not before request 0, at which `leave_at_the_beginning` offloads
+          // request 0 at the earliest, at which `leave_at_the_beginning` offloads
           requests = std::max<int64_t>(requests - 1, 0);
         } else {
           lates_.emplace_back(requests - 1, turn.target);
@@ -60,7 +61,7 @@ std::pair<Sight, int32_t> SwapStep::sight() const {
     await(Sight::TENSORS, plan_.targets[target].operator_number);
   }
   for (const int32_t target : late_) {
-    if (returned_outside_[target]) { // the next use is outside of the program: it may be any operator
+    if (returned_outside_[target]) { // the next use is outside of the program, by an unknown operator
       await(Sight::TENSORS, ANY);
     } else {
       await(Sight::NUMBERS, plan_.program[plan_.targets[target].next_use]);
@@ -101,7 +102,7 @@ void SwapStep::take_due() {
 void SwapStep::return_late(int32_t number) {
   const auto is_user = [&](int32_t target) {
     const auto place = static_cast<size_t>(plan_.targets[target].next_use);
-    return place < plan_.program.size() && plan_.program[place] == number; // else code after the program uses it next
+    return place < plan_.program.size() && plan_.program[place] == number; // else the next use comes after the program
   };
   for (const int32_t target : late_) {
     if (is_user(target)) {
@@ -112,7 +113,8 @@ void SwapStep::return_late(int32_t number) {
   late_.erase(std::remove_if(late_.begin(), late_.end(), is_user), late_.end());
 }
 
-// Called as an operator outside of the program begins: if it uses a tensor that is away, restores all late tensors.
+// Called as an operator outside of the program begins: restores all late tensors if the operator uses a tensor that is
+// away.
 void SwapStep::return_outside(const at::RecordFunction& function) {
   if (late_.empty() || !is_away(function)) {
     return;
@@ -131,10 +133,11 @@ void SwapStep::depart() {
   repeated_.depart();
   leaving_.clear();
   late_.clear();
-  next_turn_ = 0; // turns happen again from the first one on; those that have happened before do nothing
+  next_turn_ = 0; // goes through all turns again: the swapper ignores those that it has already done
 }
 
-// Finds the targets among an operator's tensors, by the last uses that were learnt in earlier steps.
+// Finds targets among an operator's tensors by their learnt last uses (`RepeatedStep::open`), and has them offloaded
+// when the operator ends.
 void SwapStep::match(c10::ArrayRef<c10::IValue> values, int32_t number, bool output) {
   if (repeated_.open().empty()) {
     return;

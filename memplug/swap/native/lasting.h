@@ -33,7 +33,7 @@ class LastingTensors {
   // Notes that the program's operator at `place` begins; -1: the step begins.
   void begin(int32_t place) {
     run_ = nullptr;
-    for (const OperatorRun& run : runs_) { // one or two
+    for (const OperatorRun& run : runs_) { // there are one or two
       if (run.after == place) {
         run_ = &run;
       }
@@ -73,8 +73,8 @@ class LastingTensors {
   }
 
  private:
-  // Consecutive operators outside of the program. `after`: place of the program's operator before them; `first`: place
-  // of the first of them, counted on from the program's end.
+  // Consecutive operators outside of the program. `after`: place of the last program operator before them. `first`:
+  // place of the first of them, see `Anchor`.
   struct OperatorRun {
     int32_t after, first;
     const std::vector<int32_t>* operators;
@@ -82,7 +82,7 @@ class LastingTensors {
   std::vector<OperatorRun> runs_;
   std::vector<Anchor> marks_; // the anchors outside of the program, sorted by place and slot
   ska::flat_hash_map<int32_t, c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
-  // the run with which all operators since the program's last one agree; null if there is none
+  // the run that all operators since the program's latest one match; null: none
   const OperatorRun* run_ = nullptr;
   int32_t number_ = -1;
   size_t next_ = 0;

@@ -1,4 +1,4 @@
-// Offloads storages: as a list says, or without a list if memory is short (Chameleon, section 6.3).
+// Offloads storages that a list names, and others when a request for memory has failed (Chameleon, section 6.3).
 #include <algorithm>
 
 #include "absent.h"
@@ -9,8 +9,9 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-constexpr int64_t kHostSlab = 64 << 20; // bytes: host memory is added in pieces of at least this size, if there is room
-constexpr int64_t kPassive = -1; // key of each storage that no list names
+// bytes; host memory is added in pieces of at least this size, or of all the room left
+constexpr int64_t kHostSlab = 64 << 20;
+constexpr int64_t kPassive = -1; // key of all storages that no list names
 
 } // namespace
 
@@ -86,7 +87,8 @@ void StorageSwapper::release(int64_t key) {
 
 void StorageSwapper::leave(Absent& absent) {
   c10::StorageImpl& storage = *absent.storage;
-  if (storage.data() != absent.memory || static_cast<int64_t>(storage.nbytes()) != absent.nbytes) { // resized
+  // the storage was resized
+  if (storage.data() != absent.memory || static_cast<int64_t>(storage.nbytes()) != absent.nbytes) {
     stay(absent);
     return;
   }
@@ -109,7 +111,7 @@ void StorageSwapper::leave(Absent& absent) {
   for (size_t i = 0; i < copies_.users().size() && !absent.passive; ++i) { // only one stream has used a passive storage
     streams_.use_on(copies_.users()[i], released);
   }
-  const auto held = std::move(absent.held); // if this is the last reference, `forget` is called
+  const auto held = std::move(absent.held); // if this is the last reference, the storage dies and torch calls `forget`
 }
 
 // -- when a request fails ---------------------------------------------------------------------------------------------

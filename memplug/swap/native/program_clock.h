@@ -1,5 +1,5 @@
-// Tells which place of the planned program a running program has reached; operators that are inserted, left out or
-// reordered mislead it only for a while.
+// Tells which place of the planned program a running step has reached. Operators that are inserted, left out or
+// reordered mislead the clock only for a while.
 #pragma once
 
 #include <algorithm>
@@ -10,17 +10,17 @@
 
 namespace memplug {
 
-// Counts a running step's operators: each advances the clock by one place of the planned step.
+// Each operator of a running step advances the clock by one place of the planned step.
 //
-// Once an operator is not the planned one, the clock may be off. At each operator it then looks for a place where the
-// plan has the same last few operators, and continues from the nearest such place. At a distance of d places, the last
-// 2 + d operators have to match, or `kAlike` if that is fewer. The clock looks at most `kReach` places away, and no
-// further than the number of operators since it may have been off.
+// After an operator that is not the planned one, the clock may be off. Until it is right again, it compares the step's
+// last few operators with the plan at each operator, and moves to the nearest place at which they match. At a distance
+// of d places, min(2 + d, kAlike) operators have to match. The clock looks no further than `kReach` places, and no
+// further than the number of operators since it went off.
 class ProgramClock {
  public:
   static constexpr int32_t kAlike = 4, kReach = 64;
 
-  // Loads a program, given as the numbers of its operators, see operator_names.h.
+  // Loads a program: the numbers of its operators (operator_names.h).
   void load(std::vector<int32_t> program) {
     program_ = std::move(program);
     begin();
@@ -67,12 +67,12 @@ class ProgramClock {
     return found;
   }
 
-  // Returns whether the step's last operator so far was the last of the plan.
+  // Returns whether the clock is at the program's last operator.
   bool is_at_end() const {
     return now_ >= 0 && now_ + 1 == static_cast<int32_t>(program_.size());
   }
 
-  // Returns whether all operators of the step so far were the planned ones.
+  // Returns whether every operator of the step so far was the planned one.
   bool is_true() const {
     return departures_ == 0;
   }
@@ -86,7 +86,7 @@ class ProgramClock {
     return kLeast + ticks_ < 40 * departures_;
   }
 
-  // Returns by how many places the clock may be off.
+  // Returns the greatest number of places by which the clock may be off.
   int32_t error() const {
     return off_for_;
   }
@@ -122,7 +122,7 @@ class ProgramClock {
   int32_t now_ = -1;
   static constexpr int32_t kLeast = 160;
 
-  int32_t ticks_ = 0, departures_ = 0; // operators of the step, and how often the step departed from the plan
+  int32_t ticks_ = 0, departures_ = 0; // operators in this step, and how often they departed from the plan
   int32_t off_for_ = 0; // operators since the last one whose place was known
 };
 

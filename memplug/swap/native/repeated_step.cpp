@@ -54,14 +54,14 @@ void RepeatedStep::end(bool is_whole) {
   is_followed_ = false;
 }
 
-// -- all operators are seen -------------------------------------------------------------------------------------------------
+// -- all operators are seen -------------------------------------------------------------------------------------------
 
 void RepeatedStep::learn_request(int64_t nbytes, const void* stream, int32_t place) {
   now_.requests.push_back({nbytes, stream, place});
 }
 
-// Spoils a step whose operators run on several streams. An operator might read a storage that is away, on a stream that
-// does not wait for its copy in. To prevent that, memplug has to see every operator.
+// Spoils a step whose operators run on several streams, since memplug has to see all operators of such a step.
+// Otherwise an operator might read a storage on a stream that has not waited for its copy in.
 void RepeatedStep::learn_operator(int64_t stream) {
   opens_ = made();
   is_spoilt_ |= stream_.value_or(stream) != stream;
@@ -98,7 +98,7 @@ void RepeatedStep::served(const void* memory) {
   }
 }
 
-// -- followed ---------------------------------------------------------------------------------------------------------------
+// -- followed ---------------------------------------------------------------------------------------------------------
 
 void RepeatedStep::expect(int64_t request) {
   if (request >= 0 && request < static_cast<int64_t>(quiet_.size())) {

@@ -1,14 +1,16 @@
-// Follows a repeating step by its requests for memory, so that memplug sees only the operators around the last use of
-// each target (a tensor of the list).
+// Follows a step that repeats earlier ones by its requests for memory.
 //
-// Seeing an operator costs the host up to a quarter of the time that a small operator takes. So in steps whose
-// operators are all seen (finder.h), this class learns the requests in order. It also learns between which requests
-// each target has its last use and its turns: its release, prefetch and restore. Once enough consecutive steps were
-// alike, the next step is followed: its requests alone show how far it has come, as long as each equals the learnt one.
+// A target is a tensor of the swap list; its turns are its release, prefetch and restore. A step is followed if memplug
+// sees only the operators around each target's last use. This saves time: to see an operator costs the host up to a
+// quarter of a small operator's time.
 //
-// The price: a followed step may depart, that is, make another request than the learnt one. memplug then does not know
-// the step's earlier tensors, and cannot offload them if memory is short in the rest of the step. So each departure
-// doubles the number of alike steps that it takes until a step is followed.
+// In a step whose operators are all seen (finder.h), this class learns the requests in order. It also learns between
+// which requests each target has its last use and its turns. After enough alike steps in a row, the next step is
+// followed: as long as each request equals the learnt one, the requests alone show how far the step has come.
+//
+// A followed step departs when a request differs from the learnt one. memplug then does not know which tensors the step
+// has used so far, and cannot offload them if memory is short in the rest of the step. So each departure doubles the
+// number of alike steps that are needed before a step is followed.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -26,19 +28,19 @@ namespace memplug {
 // Requests are numbered from the beginning of the step.
 class RepeatedStep {
  public:
-  // Begins a step; the arguments are the numbers of targets and of turns.
+  // Begins a step. The arguments are how many targets and turns the list has.
   void begin(size_t targets, size_t turns);
 
   bool is_followed() const {
     return is_followed_;
   }
 
-  // Spoils this step: it counts as unlike the steps before and after it.
+  // Spoils this step: nothing is learnt from it, and the count of alike steps starts again.
   void spoil() {
     is_spoilt_ = true;
   }
 
-  // Spoils this step, and doubles the number of alike steps that it takes until a step is followed.
+  // Spoils this step, and doubles the number of alike steps that are needed before a step is followed.
   void distrust() {
     if (!std::exchange(is_spoilt_, true)) {
       needed_ = std::min(2 * needed_, kMany);
@@ -56,8 +58,8 @@ class RepeatedStep {
   // Learns that an outermost operator begins, and on which stream.
   void learn_operator(int64_t stream);
 
-  // `learn_last_use` learns that the running operator is the last to use a target's storage before it leaves, and
-  // `learn_end_of_last_use` that this operator has ended.
+  // `learn_last_use` learns that the running operator is the last to use a target's storage before the storage leaves.
+  // `learn_end_of_last_use` learns that this operator has ended.
   void learn_last_use(int32_t target, const c10::Storage& storage);
   void learn_end_of_last_use(int32_t target);
 
@@ -65,7 +67,7 @@ class RepeatedStep {
     now_.turns[turn] = made();
   }
 
-  // Returns for each turn how many requests the followed step makes before it; -1: the learnt step had no such turn.
+  // Returns for each turn how many requests the learnt step made before it; -1: the learnt step did not have this turn.
   const std::vector<int64_t>& turns() const {
     return former_.turns;
   }
@@ -76,19 +78,19 @@ class RepeatedStep {
   void expect(int64_t request);
 
   // Called at each request, without a lock. If the request is the learnt one and no action is due at it, counts the
-  // request, and returns true. Apart from that count, the data that training threads read here changes only between
-  // steps.
+  // request, and returns true. All other data that `pass` reads changes only between steps.
   bool pass(int64_t nbytes, const void* stream) {
     int64_t number = next_.load(std::memory_order_acquire);
     return number < static_cast<int64_t>(quiet_.size()) && quiet_[number] && is_learnt(number, nbytes, stream) &&
         next_.compare_exchange_strong(number, number + 1, std::memory_order_acq_rel);
   }
 
-  // Called at a request that `pass` has refused. If the request is the learnt one, and each last use that is due before
-  // it was seen, counts the request, and returns true.
+  // Called at a request that `pass` has refused. Returns false if the request is not the learnt one, or if memplug has
+  // not seen a last use that should have ended before this request. Otherwise counts the request, and returns true.
   bool follow(int64_t nbytes, const void* stream);
 
-  // Return the number of the last request, and the place of the outermost operator that made it; -1: there was none.
+  // Return the number of the step's last request, and the place of the outermost operator that made it; -1: no request
+  // yet.
   int64_t last_request() const {
     return next_ - 1;
   }
@@ -101,7 +103,8 @@ class RepeatedStep {
     return open_;
   }
 
-  // `is_of` returns whether the storage is that of an open target; `close` notes that this target's last use was seen.
+  // `is_of` returns whether the storage is that of an open target; `close` notes that memplug has seen this target's
+  // last use.
   bool is_of(int32_t target, const c10::Storage& storage) const;
   void close(int32_t target, const c10::Storage& storage);
 
@@ -124,15 +127,15 @@ class RepeatedStep {
     int32_t place;
     bool operator==(const Request&) const = default;
   };
-  // How a target's storage is recognised: by the request of the step that made its memory, by an earlier target with
-  // the same storage, or by its address, if it existed before the step.
+  // Identifies a target's storage: by the step's request for its memory, by an earlier target with the same storage, or
+  // by its address if it existed before the step.
   struct Origin {
     int64_t request = -1;
     int32_t target = -1;
     const void* storage = nullptr;
     bool operator==(const Origin&) const = default;
   };
-  // The last use of a target: the operator begins after `opens` requests of the step, and ends after `closes` requests.
+  // A target's last use: its operator begins after `opens` requests of the step, and ends after `closes` requests.
   struct LastUse {
     Origin origin;
     int64_t opens = -1, closes = -1;
@@ -159,15 +162,16 @@ class RepeatedStep {
   static constexpr int kFew = 3, kMany = 1 << 10;
 
   bool is_followed_ = false, is_spoilt_ = false;
-  int alike_ = 0, needed_ = kFew; // number of alike steps in a row; how many are needed to follow the next step
+  // number of alike steps in a row, and the number that is needed to follow the next step
+  int alike_ = 0, needed_ = kFew;
   int64_t opens_ = 0;
   std::optional<int64_t> stream_; // stream of the step's last operator
-  // by target; the weak references keep other storages from getting the addresses
+  // by target: its storage; a weak reference keeps the address from being reused
   std::vector<WeakStorage> storages_, former_storages_;
-  ska::flat_hash_map<const void*, int32_t> target_of_; // latest target of each storage
-  // by address: the last request that it served; in a followed step, only requests of targets
+  ska::flat_hash_map<const void*, int32_t> target_of_; // by storage: its latest target
+  // by address: number of the last request that it served; in a followed step, only of requests for targets' memory
   ska::flat_hash_map<const void*, int64_t> requests_;
-  ska::flat_hash_map<int64_t, int32_t> wanted_; // targets, by the request that makes their memory
+  ska::flat_hash_map<int64_t, int32_t> wanted_; // by request: the target whose memory it makes
   std::vector<int32_t> by_opening_, open_;
   std::vector<uint8_t> quiet_; // by request: 1 if no action is due at it
   std::atomic<int64_t> next_{0};

@@ -114,7 +114,7 @@ void StorageSwapper::use(const c10::StorageImpl* storage) {
   }
 }
 
-// Called by torch before it hands out a pointer to write to.
+// Called by torch before it hands out a writable pointer.
 void StorageSwapper::before_write(c10::StorageImpl* storage) {
   const Lock lock(swap_mutex());
   const auto found = absents().find(storage);

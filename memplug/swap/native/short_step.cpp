@@ -1,4 +1,4 @@
-// Offloads tensors in a step in which a request for memory has failed, see relief.h.
+// Offloads tensors after a request for memory has failed, see relief.h.
 #include <algorithm>
 #include <tuple>
 #include <utility>
@@ -17,7 +17,7 @@ bool SwapStep::relieve(int64_t nbytes, int failures) {
   if (!is_running_) {
     return false;
   }
-  // a failure in the first step, which is not seen from its beginning, says nothing about later steps
+  // memplug has not seen the first step from its beginning, so a failure there says nothing about later steps
   counters.steps > 0 ? repeated_.distrust() : repeated_.spoil();
   if (failures == 1) {
     const int64_t released = swapper_->release_leaving();

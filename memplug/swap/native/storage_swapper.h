@@ -2,21 +2,22 @@
 //
 //     resident ──offload()──► leaving ──release()──► away ──prefetch()──► returning ──restore()──► resident
 //        ▲                       │                     │                      │
-//        └── a use of it, or a pointer to write to ────┴──────────────────────┘
+//        └── an early use, or a writable pointer ──────┴──────────────────────┘
 //
 // The storage itself changes: while it is away, it points to pinned host memory, which the device can read (unified
 // addressing). So every view, alias and version counter of every graph stays valid. Unobserved code (Triton,
-// extensions) reads the right values, slowly. If a storage dies, the deleter of its pointer frees the host memory.
-// Before torch hands out a pointer to write to, it calls memplug (`StorageImpl::set_materializer`), which restores the
-// storage. So whatever a plan says, no value is lost, and no stale value is read.
+// extensions) reads the right values, slowly. If a storage dies while it is away, the deleter of its pointer frees the
+// host memory. Before torch hands out a writable pointer to a storage, it calls memplug
+// (`StorageImpl::set_materializer`), and memplug restores the storage. So a wrong plan neither loses a value nor lets
+// code read a stale one.
 //
 // If a request for memory has failed, storages leave at once (`leave_now`). A recording does not show that they left,
 // so a plan is made for the step as it would be with enough memory.
 //
-// copies.h makes the copies, and has the rules that order streams. A storage's device memory belongs to the stream on
-// which the storage left; while another stream is current, that storage is neither released nor prefetched. Each stream
-// that operators run on waits for returned storages before its next operator (`order_use`). Released memory is used
-// again only after the work of all these streams so far.
+// copies.h makes the copies, and has the rules that order streams. A storage's device memory belongs to the stream that
+// was current when its copy out began; while another stream is current, the storage is neither released nor prefetched.
+// Each stream that operators run on waits for returned storages before its next operator (`order_use`). Released memory
+// is used again only after the work that all these streams had queued before the release.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -34,7 +35,7 @@
 
 namespace memplug {
 
-// Counts and bytes since the swapper was made.
+// Counts since the swapper was made.
 struct SwapCounters {
   int64_t offloads = 0, offloaded_bytes = 0; // copies out that were started
   int64_t releases = 0, released_bytes = 0;
@@ -55,48 +56,48 @@ inline void unlock(std::recursive_mutex& mutex, bool in_child) {
   }
 }
 
-// Returns the mutex that all swappers of the process share: when torch reports a write to a storage, it does not say
-// which swapper has the storage. The mutex is recursive, since freeing memory may free other memory.
+// Returns the mutex that all swappers of the process share: before a write to a storage, torch does not say which
+// swapper has the storage. The mutex is recursive, since freeing memory may free other memory.
 std::recursive_mutex& swap_mutex();
 
 class StorageSwapper {
  public:
-  // `slab`: pinned host memory, 1-D uint8, for all storages that a list has away at a time; may be undefined.
-  // `passive_bytes`: further host memory for storages that leave because memory is short.
+  // `slab`: pinned host memory, 1-D uint8, with room for all storages that a list has away at the same time; may be
+  // undefined. `passive_bytes`: further host memory for storages that leave because a request failed.
   StorageSwapper(std::shared_ptr<Streams> streams, at::Tensor slab, int64_t passive_bytes);
   ~StorageSwapper();
   StorageSwapper(const StorageSwapper&) = delete;
   StorageSwapper& operator=(const StorageSwapper&) = delete;
 
-  // Returns whether torch reports requests for a pointer to write to.
+  // Returns whether this torch has `set_materializer`, without which no storage can leave.
   static bool is_possible();
 
-  // Starts the copy out of a storage of torch's allocator that is not already leaving or away; `key` names the storage
-  // until it is back. False: the storage stays.
+  // Starts a storage's copy out; `key` names the storage until it is back. Returns false if the storage has to stay,
+  // for example because the host has no room or torch's allocator did not make its memory.
   bool offload(const c10::Storage& storage, int64_t key);
 
-  // Frees the storage's device memory for later work of the current stream, which waits for the copy out.
+  // Frees the storage's device memory. First makes its stream, the current one, wait for the copy out.
   void release(int64_t key);
 
-  // Releases all storages that are leaving; returns the bytes freed.
+  // Releases all leaving storages whose memory belongs to the current stream; returns the bytes freed.
   int64_t release_leaving();
 
-  // Offloads a storage that no list names, and releases its device memory at once; the storage returns when it is used.
-  // Returns the bytes freed for later work of the current stream; 0: it stays.
+  // Offloads a storage that no list names, and releases its device memory at once; the storage returns when an operator
+  // uses it. Returns the bytes freed for later work of the current stream; 0: the storage stays.
   int64_t leave_now(const c10::Storage& storage);
 
-  // Undoes the return that began last: its storage stays on the host. Returns the bytes freed for later work of the
-  // current stream.
+  // Undoes the latest return of a storage whose memory belongs to the current stream; the storage stays on the host.
+  // Returns the bytes freed for later work of this stream; 0: there is no such return.
   int64_t turn_back();
 
   // Starts the copy in of the storage with that key.
   void prefetch(int64_t key);
 
-  // Makes the storage usable on the device by the current stream, in whatever state it is.
+  // Restores the storage, in whatever state it is, for use by the current stream.
   void restore(int64_t key);
 
-  // Called before an operator runs on the current stream: makes it wait for returned storages. Returns whether `use`
-  // must be called for the operator's storages.
+  // Called before an operator runs on the current stream: makes the stream wait for the copies in of returned storages.
+  // Returns whether `use` must be called for the operator's storages.
   bool order_use();
 
   // Returns whether no storage is leaving, away or returning.
@@ -104,11 +105,12 @@ class StorageSwapper {
     return all_.empty();
   }
 
-  // Called for each storage that an operator uses, if `order_use` returned true: restores the storage if needed.
+  // Called for each storage that an operator uses, if `order_use` returned true: restores the storage if it is not
+  // back.
   void use(const c10::StorageImpl* storage);
 
-  // Restores all storages, for every stream that operators have run on. False: the device has no room for some, which
-  // stay on the host, where the device can read them.
+  // Restores all storages, and makes every stream that operators have run on wait for them. Returns false if the device
+  // has no room for some; these stay on the host, where the device can read them.
   bool restore_all();
 
   // Returns the number of the stream that operators run on now.
@@ -119,14 +121,14 @@ class StorageSwapper {
   // Returns whether the storage is leaving, away or returning.
   bool has(const c10::StorageImpl* storage) const;
 
-  // Measures from now on how long the program waits for copies (`waits`), and when operators begin (`operators`, see
-  // `mark_operator`); stops measuring if both are false. `waited_s` and `operators_s` return the results in seconds
-  // (see `StepTimes::operators_s`); while the device still works on the step, they return nothing.
+  // Starts to measure how long the program waits for copies (if `waits`), and when operators begin (if `operators`, see
+  // `mark_operator`). Stops measuring if both are false. `waited_s` and `operators_s` return the results in seconds
+  // (see `StepTimes::operators_s`); they return empty while the device still works on the step.
   void measure(bool waits, bool operators);
   std::optional<double> waited_s();
   std::optional<std::vector<double>> operators_s();
 
-  // Called when an outermost operator of the program begins, or an operator outside of the program.
+  // Called when an operator begins: an outermost one of the program, or any outside of the program.
   void mark_operator(bool of_program) {
     copies_.times.mark_operator(streams_, of_program);
   }
@@ -161,14 +163,15 @@ class StorageSwapper {
   std::unique_ptr<Absent> take(Absent& absent);
 
   const std::shared_ptr<HostRows> pool_;
-  Copies copies_; // its users are the streams that operators run on, or that storages have left on
+  Copies copies_; // its users: the streams that operators run on, or that were current when a storage left
   Streams& streams_;
-  std::vector<int64_t> waited_; // by user: number of the last return that it has waited for
+  std::vector<int64_t> waited_; // by user: the user has waited for all returns up to this number
   int64_t newest_stream_ = 0; // number of the last operator's stream
   size_t newest_user_ = 0; // index of that stream among the users; meaningless while there are no users
   int64_t arrived_ = 0; // number of the latest return that has arrived
   EventRef last_arrival_; // event at the end of that return
-  ska::flat_hash_set<const c10::StorageImpl*> returned_; // returned in this step; may dangle, only compared
+  // storages that have returned in this step; may dangle: only compared
+  ska::flat_hash_set<const c10::StorageImpl*> returned_;
   std::vector<std::unique_ptr<Absent>> all_;
   ska::flat_hash_map<int64_t, Absent*> of_key_;
   int64_t passive_room_; // bytes of host memory that may still be added for passive storages

@@ -17,8 +17,8 @@ namespace {
 
 using Lock = std::lock_guard<std::recursive_mutex>;
 
-// The list in force. `swap_mutex` guards it, and is recursive: while it is locked, memplug's copies run operators that
-// are seen too, and make requests that may fail.
+// The list in force. `swap_mutex` guards it. The mutex is recursive: memplug's own copies, made while it is locked,
+// call this file again, by their operators and by requests that fail.
 struct InForce {
   std::unique_ptr<SwapStep> step;
   bool watches = false; // whether a step runs
@@ -34,14 +34,14 @@ std::atomic<bool> silent{false};
 
 // State of the calling thread.
 thread_local int32_t enclosing = 0; // number of seen operators that the thread is inside of
-thread_local OperatorMoment outermost; // number 0: the step was not told that the outermost operator began
+thread_local OperatorMoment outermost; // its number is 0 if the step has not seen the outermost operator begin
 thread_local OperatorMoment unseen; // in a departed step: an unseen operator that the thread may be inside of
 
-// The followed step, or null. It lets a request at which no action is due pass without a lock. The pointer is valid
-// while requests are watched.
+// The followed step (repeated_step.h), or null. With this pointer, a request at which no action is due needs no lock.
+// The pointer is valid while requests are watched.
 std::atomic<RepeatedStep*> followed{nullptr};
 
-// Number of the operators that the step waits for; `SwapStep::ANY`: all.
+// Number of the only operator that the step needs to see; `SwapStep::ANY`: it needs to see all.
 std::atomic<int32_t> awaited{SwapStep::ANY};
 
 bool is_awaited(int32_t number) {
@@ -72,7 +72,7 @@ void see_what_is_needed(InForce& now) {
   }
 }
 
-// Memory of the last request of the step. The step learns of it at the next event, so that one lock serves both.
+// Memory that served the step's last request. The step learns of it at the next event, which locks the mutex anyway.
 std::atomic<const void*> last_served{nullptr};
 
 void tell_of_last_served(SwapStep& step) {
@@ -129,8 +129,8 @@ bool is_inside_of_a_kernel() {
   return local_keys().excluded_.has(c10::DispatchKey::AutogradFunctionality);
 }
 
-// Notes that an operator begins outside of all seen operators. In a step that has departed, it may be inside of an
-// unseen operator; its tensors then count as in use until the unseen operator ends.
+// Notes that an operator begins outside of all seen operators. After the step has departed, the operator may still be
+// inside of an unseen one; then its tensors count as in use until the unseen operator ends.
 OperatorMoment enter(SwapStep& step) {
   if (!step.has_departed()) {
     return step.enter();
@@ -183,7 +183,7 @@ bool on_begin(OperatorCall& call) {
 }
 
 void on_end(OperatorCall& call) {
-  struct Leaves { // declared first, so that it runs last: copies that begin below run inside of the operator
+  struct Leaves { // destroyed last: copies that begin below still run inside of the operator
     ~Leaves() {
       --enclosing;
     }
@@ -211,8 +211,8 @@ void on_end(OperatorCall& call) {
   see_what_is_needed(in_force());
 }
 
-// Frees memory for a failed request. Does nothing if the thread's outermost operator is not seen, since its tensors are
-// unknown.
+// Frees memory for a failed request. Does nothing if memplug does not see the thread's outermost operator: it would not
+// know which tensors that operator uses.
 bool relieve_step(size_t nbytes, int failures) {
   if (silent || !(enclosing > 0 || at::isRecordFunctionEnabled())) {
     return false;

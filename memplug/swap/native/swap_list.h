@@ -1,4 +1,5 @@
-// The swap list in force: finds the listed tensors in a running step (finder.h), and swaps them as the list says.
+// The swap list that a process runs by: finds its tensors in a running step (finder.h), and swaps them as the list
+// says.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +11,12 @@
 
 namespace memplug {
 
-// Load and unload the process's list, which acts on the threads that train (clock.h); there is one list at a time.
+// Load and unload the swap list; a process has one at a time. It acts on the threads that train (clock.h).
 void load_swap_list(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, int32_t device_type);
 void unload_swap_list();
 
-// Called when the session that loaded the list is gone, at any point of a step: restores all tensors, and catches no
-// more failed requests. False: another list was loaded since, and stays.
+// Called when the session that loaded the list is gone, perhaps in the middle of a step: restores all tensors, unloads
+// the list, and ends relief. Returns false, and does nothing, if another list has been loaded since.
 bool drop_swap_list(const std::shared_ptr<StorageSwapper>& swapper);
 
 // Begin and end a step; `end_swap_step` restores all tensors, and returns false if the device has no room for some.
@@ -25,7 +26,8 @@ bool end_swap_step();
 SwapListCounters swap_list_counters();
 
 // Switches relief on or off: if a request fails, relief offloads tensors, and tries the request again. `device` may be
-// a CPU with a limit. `explain`: see relief.h. Throws if memplug cannot stand in front of the device's allocator.
+// the CPU, with a limit of its memory. `explain`: see relief.h. Throws if memplug cannot stand in front of the device's
+// allocator.
 void catch_out_of_memory(bool on, c10::Device device, Explanation explain);
 
 // Called in the child of a fork: stops all swapping.

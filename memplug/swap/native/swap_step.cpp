@@ -19,7 +19,7 @@ SwapStep::SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c
     turns_.push_back({target.prefetch, Turn::PREFETCH, index});
     turns_.push_back({target.next_use, Turn::RESTORE, index});
   }
-  returned_outside_.assign(plan_.targets.size(), 1); // assumed until a step has shown it
+  returned_outside_.assign(plan_.targets.size(), 1); // assumed until a step shows otherwise
   std::stable_sort(turns_.begin(), turns_.end(), [](const Turn& one, const Turn& other) {
     return std::pair(one.place, one.kind) < std::pair(other.place, other.kind);
   });
@@ -96,14 +96,14 @@ void SwapStep::tick(const at::RecordFunction& function, int32_t number, const Op
   lasting_.begin(finder_.now());
   each_storage(function.inputs(), [&](const at::Tensor& tensor, int32_t slot) {
     if (finder_.anchor(tensor.storage().unsafeGetStorageImpl(), slot, number)) {
-      anchors_.push_back(tensor.storage().getWeakStorageImpl()); // keeps other storages from getting its address
+      anchors_.push_back(tensor.storage().getWeakStorageImpl()); // keeps the storage's address from being reused
     }
   });
   take_until(finder_.now(), false);
 }
 
-// A nested operator may read a tensor that its outermost operator does not read. That tensor counts as made inside of
-// the outermost operator, by an operator that torch does not show.
+// A nested operator may read a tensor that is new to memplug. Such a tensor counts as made inside of the outermost
+// operator, by an operator that torch does not show.
 void SwapStep::read(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment, bool outermost) {
   if (repeated_.is_followed()) {
     return_late(number);
@@ -167,7 +167,7 @@ void SwapStep::done() {
   }
 }
 
-// -- tensors of operators ---------------------------------------------------------------------------------------------------
+// -- tensors of operators ---------------------------------------------------------------------------------------------
 
 // Offloads the targets that leave as the step begins; called before the first operator of the program.
 void SwapStep::leave_at_the_beginning() {
@@ -220,13 +220,13 @@ void SwapStep::see(const at::Tensor& tensor, const OperatorMoment& moment, bool 
           static_cast<int32_t>(tensor.scalar_type()),
           moment,
           made)) {
-    alive_.push_back(storage.getWeakStorageImpl()); // keeps other storages from getting its address in this step
+    alive_.push_back(storage.getWeakStorageImpl()); // keeps the storage's address from being reused in this step
   }
 }
 
-// Restores the operator's tensors that are away; called after all of its tensors were noted as in use.
+// Restores those of the operator's tensors that are away; called after all of its tensors have been noted as in use.
 void SwapStep::use(const at::RecordFunction& function) {
-  // memplug's own copies need no order here: they run on streams of their own, which wait for the program's streams
+  // memplug's own copies need no waits here: they run on streams of their own, which wait for the program's streams
   if (is_suspended() ? swapper_->is_empty() : !swapper_->order_use()) {
     return;
   }
@@ -235,7 +235,7 @@ void SwapStep::use(const at::RecordFunction& function) {
   });
 }
 
-// Finds the targets among an operator's tensors: those whose planned last use this is.
+// Finds the targets that the plan expects this operator to use last, and has them offloaded when the operator ends.
 template <typename Values>
 void SwapStep::find(const Values& values, int32_t number, bool output) {
   if (!finder_.expects(number, output)) {
@@ -252,8 +252,8 @@ void SwapStep::find(const Values& values, int32_t number, bool output) {
   });
 }
 
-// Returns whether the operator is a collective, whose tensors other streams may use until something waits for it. The
-// operator's name decides, since asking for its traits may run Python.
+// Returns whether the operator is a collective. Other streams may use a collective's tensors until the program waits
+// for it. The name decides, since asking for the operator's traits may run Python.
 bool SwapStep::is_collective(const at::RecordFunction& function, int32_t number) {
   if (number >= static_cast<int32_t>(collectives_.size())) {
     collectives_.resize(number + 1, -1);

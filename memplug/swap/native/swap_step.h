@@ -1,4 +1,4 @@
-// One step under a swap list: acts on the listed tensors as operators use them.
+// A step under a swap list: swaps the listed tensors as operators use them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,15 +19,15 @@ namespace memplug {
 
 struct SwapListCounters {
   int64_t steps = 0;
-  int64_t found = 0, missed = 0; // targets (tensors of the list), over all steps
-  int64_t repeated = 0; // steps that were followed by their requests from beginning to end, see repeated_step.h
+  int64_t found = 0, missed = 0; // numbers of targets (tensors of the list), summed over all steps
+  int64_t repeated = 0; // steps that memplug followed from beginning to end, see repeated_step.h
 };
 
-// The facts about operators that a step needs: nothing, their numbers, or also their tensors.
+// The facts that a step needs about operators: none, their numbers, or also their tensors.
 enum class Sight : uint8_t { NOTHING, NUMBERS, TENSORS };
 
-// Only one thread may call it at a time. With an empty list, the step only keeps track of the tensors that may leave if
-// memory is short.
+// Not thread-safe: `swap_mutex` guards it. With an empty list, the step only keeps track of the tensors that may leave
+// if a request fails.
 class SwapStep {
  public:
   SwapStep(SwapListPlan plan, std::shared_ptr<StorageSwapper> swapper, c10::DeviceType device);
@@ -43,7 +43,7 @@ class SwapStep {
     return is_running_;
   }
 
-  // Returns the facts that the step needs from now on, and of which operators it needs them: a number, or ANY for all.
+  // Returns which facts the step needs from now on, and about which operators: the number of one, or ANY.
   static constexpr int32_t ANY = -1;
   std::pair<Sight, int32_t> sight() const;
 
@@ -52,13 +52,13 @@ class SwapStep {
     return !plan_.targets.empty();
   }
 
-  // Returns the followed step, or null.
+  // Returns the step's `RepeatedStep` if memplug follows this step (repeated_step.h), else null.
   RepeatedStep* followed() {
     return is_running_ && repeated_.is_followed() ? &repeated_ : nullptr;
   }
 
-  // `asked` is called when the program or other training code makes a request, `served` when that request was served,
-  // and `served_other` when any other request was served.
+  // `asked` is called when the program or other training code makes a request, `served` when that request has been
+  // served, and `served_other` when any other request has been served.
   void asked(int64_t nbytes, const void* stream);
   void served(const void* memory) {
     repeated_.served(memory);
@@ -67,18 +67,19 @@ class SwapStep {
     repeated_.served_other(memory);
   }
 
-  // Called when an outermost operator of the calling thread begins, and when it ends. `is_in` returns whether the
-  // operator of that moment is still running, in this step.
+  // `enter` and `leave` are called when an outermost operator of the calling thread begins and ends. `is_in` returns
+  // whether this operator still runs, in the same step.
   OperatorMoment enter();
   void leave(const OperatorMoment& moment);
   bool is_in(const OperatorMoment& moment) const;
 
-  // Returns whether the step was followed, and then departed: threads may be inside of operators that were not seen.
+  // Returns whether memplug followed this step until it departed: threads may then be inside of operators that memplug
+  // has not seen.
   bool has_departed() const {
     return has_departed_;
   }
 
-  // Called when an operator of the program begins, if only operators' numbers are seen.
+  // Called when an operator of the program begins, if memplug sees only operators' numbers.
   void began(int32_t number) {
     return_late(number);
   }
@@ -93,7 +94,7 @@ class SwapStep {
   // Called when an operator outside of the program begins.
   void pass(const at::RecordFunction& function, int32_t number, const OperatorMoment& moment);
 
-  // Called when an outermost operator of the program has ended: offloads the tensors that it was the last to use.
+  // Called when an outermost operator of the program has ended: offloads the targets whose last use it was.
   void done();
 
   // Called when a request of the calling thread has failed `failures` times, see relief.h. Returns whether memory was
@@ -103,9 +104,9 @@ class SwapStep {
   SwapListCounters counters;
 
  private:
-  // An action on a target at a place.
+  // An action that is due on a target when the program reaches a place.
   struct Turn {
-    enum TurnKind : uint8_t { RESTORE, RELEASE, PREFETCH }; // in the order in which they happen at one place
+    enum TurnKind : uint8_t { RESTORE, RELEASE, PREFETCH }; // in the order of actions that are due at one place
     int32_t place;
     TurnKind kind;
     int32_t target;
@@ -115,7 +116,7 @@ class SwapStep {
     int64_t nbytes, last_use;
   };
 
-  // Calls `visit(tensor, slot)` for each tensor on the device.
+  // Calls `visit(tensor, slot)` for each tensor in `values` that is on the device.
   template <typename Values, typename Visit>
   void each_storage(const Values& values, const Visit& visit) const {
     int32_t slot = 0;
@@ -151,16 +152,18 @@ class SwapStep {
   LastingTensors lasting_;
   bool has_begun_ = false; // whether the program's first operator of this step has begun
   std::vector<Turn> turns_;
-  std::vector<uint8_t> returned_outside_; // by target: whether an operator outside of the program restored it last time
+  // by target: whether its last restore was for an operator outside of the program
+  std::vector<uint8_t> returned_outside_;
   size_t next_turn_ = 0;
   RepeatedStep repeated_;
-  std::vector<std::pair<int64_t, int32_t>> due_; // in a followed step: (request, turn that happens at it), sorted
+  // in a followed step: (request, index of a turn that is due at it), sorted
+  std::vector<std::pair<int64_t, int32_t>> due_;
   // late targets, see `follow`: (last request before the target's next use, target), sorted
   std::vector<std::pair<int64_t, int32_t>> lates_;
   size_t next_late_ = 0;
-  std::vector<int32_t> late_; // late targets to restore as soon as an operator that uses them begins
+  std::vector<int32_t> late_; // late targets that the coming operators may use
   int64_t moments_ = 0;
-  std::vector<int64_t> running_; // moments of the outermost operators that run now
+  std::vector<int64_t> running_; // `OperatorMoment::number` of each outermost operator that runs now
   std::vector<int8_t> collectives_; // by operator number: whether it is a collective; -1: not known yet
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> alive_, anchors_;
   std::vector<std::pair<int32_t, c10::Storage>> leaving_; // targets to offload when the running operator is done

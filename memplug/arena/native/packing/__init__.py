@@ -26,18 +26,19 @@ def place(
     tightest: bool = False,
     limit_bytes: int = UNLIMITED_BYTES,
 ) -> np.ndarray | None:
-    """Place buffers one by one in a given order, each in a gap among those before it.
+    """Place buffers one by one in a given order, each in a gap among the buffers before it.
 
     Args:
-        instants: lower and upper of each buffer, int32[n], numbered densely from 0.
-        size: int64[n], bytes.
-        alignment: int64[n], bytes.
-        order: int32[n], rows in the order of placement.
+        instants: first instant of each buffer's lifetime, and the instant at which it ends; int32[n] each. Instants
+            are numbered densely from 0.
+        size: of each buffer, bytes, int64[n].
+        alignment: of each buffer's offset, bytes, int64[n].
+        order: indices of the buffers in the order of placement, int32[n].
         tightest: choose the smallest gap that fits, not the lowest.
         limit_bytes: give up once the height reaches this.
 
     Returns:
-        Offsets, int64[n], bytes; None if the height reached `limit_bytes`.
+        The buffers' offsets, bytes, int64[n]; None if the height reached `limit_bytes`.
 
     Raises:
         NativeError: see `load`.
@@ -63,16 +64,17 @@ def decide(
     """Decide whether buffers fit below a height.
 
     Args:
-        sections: first and end of each buffer's sections, int32[n], numbered densely from 0.
-        size: int64[n], bytes.
-        alignment: int64[n], bytes.
-        height_bytes: height of the arena.
+        sections: first section of each buffer's lifetime, and the section before which it ends; int32[n] each.
+            Sections, which divide time, are numbered densely from 0.
+        size: of each buffer, bytes, int64[n].
+        alignment: of each buffer's offset, bytes, int64[n].
+        height_bytes: the buffers fit if all of them end at or below this offset.
         seconds: time limit.
         threads: threads of the search; with one, all runs that end in time give the same answer.
 
     Returns:
-        The verdict (True: the buffers fit; False: they do not; None: out of time), and the offsets, int64[n], bytes,
-        which are valid only if the verdict is True.
+        The verdict (True: the buffers fit; False: they do not; None: out of time), and the buffers' offsets, bytes,
+        int64[n]. The offsets are valid only if the verdict is True.
 
     Raises:
         NativeError: see `load`.

@@ -1,14 +1,14 @@
 // Decides whether buffers fit below a height: a depth-first search over stable placements, with restarts in other
-// orders.
+// orders. Each buffer is in use in consecutive sections of time, which are numbered from 0.
 //
 // A placement is stable if no buffer can be moved to a lower offset; if any placement fits, a stable one does. The
-// search places buffers in the order of rising offsets. At the same offset it places them in the order of their ranks,
-// which are drawn anew for each restart. So it visits each placement once. (Canonical solutions, section inference and
-// dynamic decomposition: M. Moffitt, "MiniMalloc", ASPLOS 2023.)
+// search places buffers by rising offset; at the same offset, it places them by rank. Each restart draws the ranks
+// anew. So the search visits each placement at most once between two restarts. (Canonical solutions, section inference
+// and dynamic decomposition: M. Moffitt, "MiniMalloc", ASPLOS 2023.)
 //
-// Two things are added here. First, a bound. An unplaced buffer would rest at the lowest offset above the placed
-// buffers. Once the search has passed this offset, the buffer must rest on another that is placed later; a shortest
-// path gives a lower bound of its offset. Second, restarts (Luby's sequence), with orders that are drawn at random and
+// Two things go beyond MiniMalloc. First, a bound: an unplaced buffer would rest at the lowest offset above the placed
+// buffers. Once the search has passed this offset, the buffer must rest on another one that is placed later; a shortest
+// path gives a lower bound of its offset. Second, restarts (Luby's sequence). Their orders are drawn at random, and
 // favour buffers at which earlier searches failed.
 #include <pthread.h>
 
@@ -37,8 +37,9 @@ struct Instance {
   const int64_t *size, *alignment;
   int64_t height;
   Clock::time_point deadline;
-  std::vector<std::vector<int32_t>> neighbours;  // buffers in use at the same time
-  std::vector<double> width, bytes, load, overlaps, middle;  // features of orders: logarithms, except the last
+  std::vector<std::vector<int32_t>> neighbours;  // by buffer: the buffers in use at the same time
+  // by buffer: features that orders weigh; all but `middle` are logarithms
+  std::vector<double> width, bytes, load, overlaps, middle;
 
   bool fits_in_time(int32_t a, int32_t b) const { return upper[a] <= lower[b] || upper[b] <= lower[a]; }
 };
@@ -80,7 +81,8 @@ class PlacementSearch {
     for (double& blame : blame_) blame *= 0.9;
   }
 
-  // Draws the ranks of one descent: the first three orders are MiniMalloc's, later ones mix the features at random.
+  // Draws the ranks for the search up to the next restart. The first three orders are MiniMalloc's; later ones mix the
+  // features at random.
   void order(int64_t turn) {
     std::normal_distribution<double> normal;
     std::exponential_distribution<double> weight;
@@ -89,9 +91,9 @@ class PlacementSearch {
     double of_load = coin() * weight(random_), of_overlaps = coin() * weight(random_);
     double of_middle = coin() * normal(random_), noise = 0.1 * static_cast<double>(random_() % 4);
     if (turn < 3) of_overlaps = of_middle = noise = 0;
-    if (turn == 0) of_width = 1e6, of_size = 1, of_load = 1e-6;  // width, area, load
-    if (turn == 1) of_load = 1e9, of_width = 1, of_size = 1;     // load, area, width
-    if (turn == 2) of_load = 1e9, of_width = 1e3, of_size = 1;   // load, width, area
+    if (turn == 0) of_width = 1e6, of_size = 1, of_load = 1e-6;  // by width, then area, then load
+    if (turn == 1) of_load = 1e9, of_width = 1, of_size = 1;     // by load, then area, then width
+    if (turn == 2) of_load = 1e9, of_width = 1e3, of_size = 1;   // by load, then width, then area
     const double most_blame = *std::max_element(blame_.begin(), blame_.end());
     const double of_blame = turn % 2 && most_blame > 0 ? 1 / most_blame : 0;
     std::vector<double> key(in_.count);
@@ -124,8 +126,8 @@ class PlacementSearch {
     return int64_t{1} << power;
   }
 
-  // Places all of `rows` (sorted by lower) except `skip`. Splits them at times that no lifetime crosses, and places the
-  // parts one by one.
+  // Places all of `rows`, which are sorted by `lower`, except `skip`. Splits `rows` at times that no lifetime crosses,
+  // and places the parts one after another.
   bool place_parts(const std::vector<int32_t>& rows, int32_t skip, int64_t from, int32_t last_rank) {
     std::vector<std::vector<int32_t>> parts;
     int32_t end = -1;
@@ -250,12 +252,14 @@ class PlacementSearch {
   const Instance& in_;
   std::atomic<bool>& over_;
   std::mt19937_64 random_;
-  std::vector<double> blame_;  // by buffer: how often it took part in a failure, recently
+  std::vector<double> blame_;  // by buffer: its failures so far, of which recent ones weigh more
   std::vector<int32_t> rank_;
   std::vector<int64_t> bound_;
-  // by section: end of the highest placed buffer; bytes of unplaced buffers; the lowest offset that these may get
+  // By section. `sky_`: end of the highest placed buffer. `load_`: bytes of the unplaced buffers. `floor_`: lower bound
+  // of the unplaced buffers' offsets.
   std::vector<int64_t> sky_, load_, floor_;
-  // by buffer: the lowest offset above placed buffers; its own offset, if it is placed
+  // By buffer. `rest_`: the lowest offset above the placed buffers. `offset_`: the buffer's own offset, if it is
+  // placed.
   std::vector<int64_t> rest_, offset_;
   std::vector<char> placed_;
   int64_t nodes_left_ = 0;
@@ -307,9 +311,9 @@ void run_deep(int32_t threads, size_t stack, Work& work) {
 
 }  // namespace
 
-// Searches for offsets with which `count` buffers fit below `height`, for at most `seconds`, on `threads` threads.
-// `lower` and `upper` are sections from 0 up to `sections`. Returns 1: they fit at `offsets`; 0: they do not fit; -1:
-// out of time.
+// Searches for offsets with which `count` buffers fit below `height`, for at most `seconds`, on `threads` threads. A
+// buffer is in use in the sections from `lower` up to, but not including, `upper`. Returns 1 and fills `offsets` if the
+// buffers fit, 0 if they do not, -1 if time runs out.
 extern "C" int32_t memplug_decide(int32_t count, int32_t sections, const int32_t* lower, const int32_t* upper,
                                   const int64_t* size, const int64_t* alignment, int64_t height, double seconds,
                                   int32_t threads, int64_t* offsets) {

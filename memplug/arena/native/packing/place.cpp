@@ -11,7 +11,7 @@ struct PlacedBuffer {
   int32_t lower, upper;
 };
 
-// Placed buffers sorted by offset, in blocks that are short enough for cheap insertion.
+// Placed buffers sorted by offset, in several vectors that are short enough for cheap insertion.
 class Shelf {
  public:
   void insert(const PlacedBuffer& placed) {
@@ -41,7 +41,8 @@ class Shelf {
   std::vector<std::vector<PlacedBuffer>> blocks_;
 };
 
-// All placed buffers on one shelf, and again on one shelf for each stretch of time, for lookups of short lifetimes.
+// Holds all placed buffers twice: on one shelf, and again on one shelf for each stretch of time. To look up a short
+// lifetime, the shelf of its stretch suffices.
 class Shelves {
  public:
   Shelves(int32_t instants, int32_t stretches)
@@ -70,9 +71,10 @@ int64_t aligned(int64_t offset, int64_t alignment) { return (offset + alignment 
 
 }  // namespace
 
-// Places `count` buffers in the order of `order`, and writes `offsets`. Each buffer gets the lowest offset that is free
-// in [lower, upper), or with `tightest` the smallest gap. Instants are numbered from 0 up to `instants`. Returns the
-// height; once the height reaches `limit`, the other buffers are left unplaced.
+// Places `count` buffers in the order of `order`, and writes `offsets`. A buffer's lifetime is [lower, upper), in
+// instants from 0 up to `instants`. The buffer gets the lowest offset that is free during its lifetime, or with
+// `tightest` the smallest gap. Returns the height; once the height reaches `limit`, leaves all further buffers
+// unplaced.
 extern "C" int64_t memplug_place(int32_t count, int32_t instants, const int32_t* lower, const int32_t* upper,
                                  const int64_t* size, const int64_t* alignment, const int32_t* order, int32_t tightest,
                                  int64_t limit, int64_t* offsets) {
