@@ -123,7 +123,7 @@ class RecomputePass {
       at::Tensor& made = found.tensors.front();
       const at::Tensor rest = std::exchange(parts_.at(index - first_part_), {});
       if (rest.sizes().slice(1) != made.sizes().slice(1) || rest.size(0) < made.size(0) - found.rows) {
-        throw Diverged("a unit returned another number of rows, or rows of another shape, than in forward");
+        throw Diverged("a unit returned fewer rows, or rows of another shape, than in forward");
       }
       made.slice(0, found.rows).copy_(rest.slice(0, rest.size(0) - (made.size(0) - found.rows)));
     } else if (found.rows >= 0) {
