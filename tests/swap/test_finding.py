@@ -17,7 +17,7 @@ def found_in(kind: str, step: list[list[Operator]]) -> list[int]:
 
 
 def edited(step: list[list[Operator]], share: float, chance: random.Random) -> tuple[list[list[Operator]], set[int]]:
-    """Return a step edited at a share of its outermost operators, and the tensors that removed operators used.
+    """Edit a step at this share of its outermost operators; return it, and the tensors that removed operators used.
 
     An edit inserts an operator, removes one, or exchanges two neighbours.
     """

@@ -33,10 +33,11 @@ def cases_of(stage: int) -> dict[str, Any]:
         "arena": {"enabled": False},
     }
     budgets = {"device_budget_gib": BUDGETS_GIB}
+    # if optimizer states are swapped, the budget has to hold the parameters, on the CPU too
     states = {
         **block,
         "swap": {**block["swap"], "states": True},
-    }  # if states are swapped, parameters count on the CPU too
+    }
     more = {"device_budget_gib": [budget + STATES_GIB for budget in BUDGETS_GIB]}
     return {
         f"plain {stage}": {**both, "memplug": None},
