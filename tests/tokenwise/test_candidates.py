@@ -147,7 +147,7 @@ def test_there_are_at_most_as_many_candidate_plans_as_link_factors() -> None:
 
 
 def test_all_ranks_try_equally_many_plans() -> None:
-    """The first rank has the same plan for any link, the second has several; the first tries its plan as often."""
+    """Expect the first rank, which has the same plan for any link, to try it as often as the second tries its plans."""
     ranks = Ranks([([layer("Block:a")], NOT_BY_LINK), ([layer("Block:b")], BY_LINK)], most=3)
     assert [len(plans) for plans in ranks.plans] == [3, 3]
     assert len({swapped(one) for one in ranks.plans[0]}) == 1

@@ -195,7 +195,7 @@ def figures(report: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def host_bytes_of(session: Session, alpha: float) -> int:
-    """Return the host bytes that the offloading layers need."""
+    """Return the host bytes that a step at this alpha needs for the layers that offload."""
     sending = sum(not each.native.offloads_late for each in session._attached.regions)
     return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (HOST_ROW_BYTES - 1)))
 

@@ -237,7 +237,7 @@ def test_some_regions_are_plain_while_others_follow_the_plan(monkeypatch: pytest
         assert session._attached.executor.transfer.offloaded_total_bytes > moved
         training.step()
         sent, expected = session.report().tokenwise.offloaded_step_bytes, session.report().tokenwise.expected_step_bytes
-        assert sent == pytest.approx(expected, rel=TOLERANCE) and sent > 0  # attention's random seeds stay
+        assert sent == pytest.approx(expected, rel=TOLERANCE) and sent > 0  # attention's random seeds are not sent
         assert training.step(tokens=18) == 6
 
 

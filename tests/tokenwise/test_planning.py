@@ -296,7 +296,7 @@ def test_only_kept_outputs_that_backward_reads_stay_captured() -> None:
 
 
 class Doubled(Block):
-    """A layer whose backward needs no output of its last two matmuls: it keeps less than it would recompute."""
+    """A layer whose backward needs no output of its last two matmuls: keeping takes fewer bytes than recomputing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)

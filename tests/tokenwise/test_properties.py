@@ -12,7 +12,7 @@ from memplug.tokenwise.engine.buffers import IN_PLACE
 from tests.support.random_programs import Program, programs
 
 FOUND = (
-    # graphs of which parts live on after their saved tensors were consumed
+    # graphs, parts of which outlive the use of their saved tensors
     Program((("raises", "routed", "gradient inside"),) * 2, "same tensor", ("anomaly",), ("twice",) * 3),
     # an operator that raises in a dispatch mode, in a step whose operators are timed
     Program((("raises",),), modes=("dispatch mode",), schedule=("plain",) * 4),

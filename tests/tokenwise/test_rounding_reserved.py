@@ -63,7 +63,7 @@ def test_buffers_are_reserved_before_the_first_planned_step() -> None:
 
 
 def test_counted_allocations_equal_the_requests_that_buffers_save() -> None:
-    """Compare the counter that other tests trust with the allocator's own requests of one step."""
+    """Compare the counter that other tests read with the requests that the allocator gets in one step."""
 
     def requests(buffered: bool) -> tuple[int, int]:
         model, reference = pair()

@@ -56,7 +56,7 @@ def test_writing_to_a_region_output_is_harmless_or_raises(alpha: float, small: b
         y, z = run(x * 1.0)
         WRITES[write](y)
         total = y.sin().sum() + z.sum()
-        for _ in range(more):  # meanwhile an offloaded `y` would be released
+        for _ in range(more):  # during these forwards an offloaded `y` would be released
             total = total + sum(part.sum() for part in run(x * 3.0))
         total.backward()
         gradient, weight.grad = weight.grad, None

@@ -1,4 +1,7 @@
-"""Operators are captured by their kind, and the last rows of one, run alone, equal those of a full run."""
+"""The kind of an operator decides how it is captured.
+
+The last rows of an operator, computed alone, equal those of a full run.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 def test_backward_reruns_only_needed_matmuls_that_were_not_swapped(alpha: float, expected: int) -> None:
     """Backward needs the outputs of four of a block's five matmuls; only the residual sum reads the last one's.
 
-    The captured tensors of the last of three blocks are still resident, so with alpha 0.5 it runs no matmul again.
+    The captured tensors of the last of three blocks are still resident, so that block runs no matmul again with alpha
+    0.5.
     """
     calls = backward_calls(Block, alpha)
     assert sum(calls[name] for name in MATMULS) == expected

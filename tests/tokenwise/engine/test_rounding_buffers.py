@@ -76,7 +76,7 @@ def _copies_begun(buffer_bytes: int) -> list[int]:
 def test_forward_keeps_as_many_regions_resident_as_there_are_buffers() -> None:
     resident = []
     for buffers in (2, 3, 4):
-        model, _ = pair(layers=40)  # enough layers that the limit on held bytes allows four
+        model, _ = pair(layers=40)  # so many layers that the limit on held bytes allows four resident regions
         executor = tokenwise(model, 0.0, buffers=buffers)
         loss = model(torch.randn(2, 6, 16))
         resident.append(executor.transfer.resident_bytes)
@@ -94,7 +94,7 @@ def test_tensor_held_after_its_backward_is_never_overwritten(schedule: str) -> N
     model, reference = pair(6, Shows)
     device = Watched(schedule)
     executor = tokenwise(model, 1.0, device)
-    layers = [*model.layers[:2], *reference.layers[:2]]  # the last two in backward, one in each buffer
+    layers = [*model.layers[:2], *reference.layers[:2]]  # backward ends with these two, which use different buffers
     with device:
         executor.flow.reserve(ENOUGH_BYTES)
         for layer in layers:

@@ -50,7 +50,7 @@ def choices(draw):
 
 @mock.patch.multiple(tokenwise, TIE_HOST=1.0, TIE_DEVICE=0.5)
 def objectives(regions, groups, limits, inputs_swapped):
-    """Return two objectives of one choice: the program's, with its columns fixed, and that of `measure`.
+    """Return the cost of one choice twice: by the linear program, with its columns fixed, and by `measure`.
 
     Bytes weigh as much as time here.
     """
@@ -83,7 +83,7 @@ def test_linear_program_prices_every_choice_like_measure(case):
 
 
 def notices():
-    """Return whether some choice is priced differently."""
+    """Return whether a random search finds a choice that the linear program and `measure` price differently."""
     generated = settings(max_examples=600, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     return not agree(find(choices(), lambda case: not agree(case), settings=generated))
 

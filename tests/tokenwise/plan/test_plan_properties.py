@@ -93,7 +93,10 @@ def test_automatic_plan_is_never_worse_than_fixed_alpha_or_recompute(regions, li
 @given(problems, budgets, st.floats(1.0, 4.0), st.integers(0, 500).map(MIB.__mul__))
 @settings(max_examples=80, deadline=None)
 def test_more_bandwidth_or_memory_never_makes_the_step_longer(regions, limits, faster, more_bytes):
-    """Start with host memory for all inputs: with less they are not swapped, with more they have to be."""
+    """Begin with host memory for all inputs.
+
+    With less of it no input is swapped, and more may lengthen the step: once all inputs fit, they have to be swapped.
+    """
     inputs = sum(layer.instances * layer.input_bytes for layer in regions)
     limits = replace(limits, host_bytes=inputs + limits.host_bytes)
     step_s = solve(regions, limits).step_s

@@ -270,7 +270,7 @@ def test_automatic_plan_beats_every_fixed_alpha():
 
 
 def test_two_costliest_tensors_are_swapped_if_two_may_be_in_flight():
-    """Swapping some rows of more tensors would not help: each of these tensors is in flight whole."""
+    """Do not swap some rows of more tensors instead: each such tensor takes room in flight for all of its rows."""
     size = 100 * 2**20
     operators = [operator(f"op{i}", (i,), (i + 1,), time_s=1.0 + 0.1 * i, size=size, capture="rows") for i in range(10)]
     layer = region(*operators, saved=range(1, 11), instances=2, forward_s=100.0, backward_s=200.0, input_bytes=0)
@@ -279,7 +279,10 @@ def test_two_costliest_tensors_are_swapped_if_two_may_be_in_flight():
 
 
 def wide_layer(count):
-    """Return a region of `count` operators: a third matmuls, each followed by two elementwise ones; all are saved."""
+    """Return a region of `count` operators; each matmul is followed by two elementwise operators.
+
+    Backward needs all of their outputs.
+    """
     operators = [
         operator(
             f"op{i}",
@@ -312,7 +315,9 @@ SAVED, RETURNED = (operator(f"part {n}", (1,), (n,), time_s=0.0, size=100, made_
 
 
 def test_all_outputs_of_a_unit_swap_the_same_number_of_rows():
-    """In the forward's 10 s 100 bytes pass: half of the rows of both outputs, which spare half of the unit's 4 s.
+    """In the forward's 10 s the link carries 100 bytes.
+
+    That is half of the rows of both outputs, which spares half of the unit's 4 s.
 
     All rows of one output would spare nothing.
     """
@@ -331,7 +336,7 @@ def test_unit_does_not_run_if_all_its_outputs_are_swapped():
 
 
 def test_unit_that_is_not_row_wise_runs_whole_for_any_missing_row():
-    """The link has time for one of two outputs, which spares nothing, so neither is swapped."""
+    """The link has time for one of two outputs; swapping only one spares nothing, so neither is swapped."""
     parts = (replace(SAVED, capture="whole", made_by_rows=None), replace(RETURNED, capture="whole", made_by_rows=None))
     plan = solve([region(UNIT, *parts, saved={2, 3})], budget(d2h=10.0, h2d=10.0))
     (group,) = plan.regions["layer"].groups
@@ -339,7 +344,7 @@ def test_unit_that_is_not_row_wise_runs_whole_for_any_missing_row():
 
 
 def test_unit_that_runs_for_some_rows_needs_its_whole_inputs():
-    """The unit's input is made in 5 s by an operator that is never captured: it runs whole for any row of the unit."""
+    """An operator that is never captured makes the unit's input in 5 s: it runs whole if any row of the unit runs."""
     source = operator("norm", (0,), (1,), time_s=5.0, size=0, capture="never")
     unit = operator("unit", (1,), (2,), time_s=4.0, size=0, capture="never")
     part = operator("part", (2,), (3,), time_s=0.0, size=100, made_by_rows=1)
