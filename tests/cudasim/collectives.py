@@ -47,7 +47,7 @@ class HostNccl(c10d.ProcessGroupGloo):
 
 
 class Pending:
-    """Work of a stream; it keeps the tensors that it reads and writes until another stream waits for it."""
+    """Work of a stream; it holds the tensors that it reads and writes, until another stream waits for the work."""
 
     def __init__(self, stream: torch.cuda.Stream, tensors: Tensors):
         self.stream, self.event, self.tensors = stream, stream.record_event(), tensors

@@ -40,7 +40,7 @@ def numbers(dtype: torch.dtype) -> Make:
 
 
 def _single(function: Callable[..., Any], scale: tuple[int, int], **fields: Any) -> Issue:
-    """Return a collective of one input and one output, whose rows have the ratio `scale`."""
+    """Return a collective of one input and one output; `scale` is the ratio of their numbers of rows."""
 
     def issue(group: Any, make: Make) -> Issued:
         given, taken = make(4 * scale[0], 3), make(4 * scale[1], 3)

@@ -1,5 +1,5 @@
 // Flash, memory-efficient and cuDNN attention, by plain math in fp32 (fp64 stays). Each returns the results that the
-// real one keeps for backward. Dropout is drawn again in backward, from the seed and offset that forward returned.
+// real operator keeps for backward. Dropout is drawn again in backward, from the seed and offset that forward returned.
 #include <cmath>
 
 #include "operators.h"
