@@ -89,7 +89,7 @@ class ForksAndDrops(Drops):
 
 
 class DropsAndForks(Layer):
-    """A layer that uses both functions between two dropouts."""
+    """A layer that uses `Drops` and `ForksAndDrops` between two dropouts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.dropout(self.inner(x), 0.3)

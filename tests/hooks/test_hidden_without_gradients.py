@@ -56,7 +56,7 @@ class ScalesInput(Layer):
 
 
 class Factor(Layer):
-    """A layer that computes a factor without gradients, by a function that saves its input if there are gradients."""
+    """A layer that calls a function without gradients for a factor; with gradients the function saves its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)

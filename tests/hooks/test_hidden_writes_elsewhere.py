@@ -214,7 +214,7 @@ def test_returning_or_filling_an_argument_makes_no_region_opaque(layer: type[nn.
 
 
 class Keeps(torch.autograd.Function):
-    """A function that writes to both arguments, and returns one of them or none.
+    """A function that writes to both of its arguments, and returns one argument or neither.
 
     Its kernels stay unobserved, like those of an extension that takes addresses in C++.
     """

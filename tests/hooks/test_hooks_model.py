@@ -1,4 +1,4 @@
-"""Changes to a model: none when memplug is off, all undone by detach, and clear errors where it cannot attach."""
+"""Changes to a model: none when memplug is off, all undone by detach; errors for models that cannot be attached."""
 
 from __future__ import annotations
 

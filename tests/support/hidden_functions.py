@@ -108,7 +108,7 @@ class Unsaid(torch.autograd.Function):
 
 
 class Pairs(nn.Module):
-    """Runs two kinds of regions in turn, the second on the two tensors that the first returns."""
+    """Runs regions of two kinds in turn: `first` returns two tensors, which `second` gets."""
 
     first: type[nn.Module]
     second: type[nn.Module]

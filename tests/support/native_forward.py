@@ -32,7 +32,7 @@ class Run:
         packed = self.forward.pack()
         self.objects: list[Any] = []
 
-        this = weakref.ref(self)  # a collective's `Work` holds the hook too, and gloo's thread may drop it last
+        this = weakref.ref(self)  # a collective's `Work` holds the hook too, and gloo's thread may release it last
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             run = this()

@@ -284,7 +284,7 @@ def _is_stateful(layers: tuple[tuple[str, ...], ...], given: str) -> bool:
 
 @st.composite
 def programs(draw: st.DrawFn, most_steps: int = 3) -> Program:
-    """Draw programs of one to three layers, half of which have a step that makes them opaque."""
+    """Draw programs of one to three layers; half of the layers have a step that makes them opaque."""
     program = draw(_programs(most_steps))
     if not _is_stateful(program.layers, program.given):
         return program

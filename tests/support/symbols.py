@@ -1,4 +1,4 @@
-"""Names that memplug relies on in other packages, which are not installed, or which it supports in several versions.
+"""Names in other packages on which memplug relies: packages that are not installed, or that have several versions.
 
 `tests.support.check_symbols` compares them with those packages' sources. A symbol is "module:name". The name may have
 members ("module:Class.method"), and in brackets the parameters that memplug passes by name ("module:function(a, b)"; a

@@ -1,4 +1,4 @@
-"""A step that does not fit completes with the same numbers, only slower, or raises an error that says why."""
+"""A step that does not fit completes more slowly, with the same numbers, or raises an error with the reason."""
 
 from __future__ import annotations
 

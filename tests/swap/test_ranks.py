@@ -1,4 +1,4 @@
-"""Two real processes whose budgets differ, under every stage of ZeRO: each swaps by a list of its own."""
+"""Two real processes with different budgets, under every stage of ZeRO: each swaps by a list of its own."""
 
 from __future__ import annotations
 

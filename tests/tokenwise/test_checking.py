@@ -116,7 +116,7 @@ def test_forward_time_excludes_waits_for_copies(tape: Any, expected: float) -> N
 
 
 class SlowLink(ScriptedDevice):
-    """A device with its own clock: each stamp takes a tick, and each copy its bytes divided by `RATE`.
+    """A device with its own clock: a stamp takes one tick, and a copy takes its bytes divided by `RATE` in seconds.
 
     Nothing else runs during a copy.
     """
@@ -135,7 +135,8 @@ class SlowLink(ScriptedDevice):
 
 
 TOKENS = 96
-ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)  # of a block's matmuls, except the last one, which backward does not need
+# of a block's matmuls, without the last one, whose output backward does not need
+ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)
 INPUT_BYTES = 4 * TOKENS * 16
 WHOLE_BYTES = 4 * TOKENS * (16 + 16 + 2)  # a block's input, attention's output, and the softmax's sums
 HOST_TENSORS = 7

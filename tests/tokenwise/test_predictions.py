@@ -33,7 +33,7 @@ class ByNumpy(Layer):
 
 
 class Sorts(Layer):
-    """A layer with a choice, which is always captured, so that a recompute pass repeats it."""
+    """A layer with a choice by values; memplug always captures it, so that a recompute pass repeats the choice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(self.norm(x))

@@ -34,13 +34,13 @@ FOUND = (
     Program((("skips", "later sparse"),), schedule=("micro batches",) * 2, entry="scaled", turn=1, arena=False),
     # a bias that is written to before its region runs again
     Program((("address", "sin"),), schedule=("written between", "written between backwards")),
-    # a parameter that is stepped in backward, and that a gradient inside the forward reads too
+    # a parameter that is stepped in backward, and is also read by a gradient inside the forward
     Program((("sparse", "gradient of leaf"),), schedule=("stepped in backward",)),
     # a buffer that the next forward writes to, for which torch's backward raises
     Program((("moves in place", "renames"),), schedule=("reversed",)),
     # a region that is opaque only once there is a plan
     Program((("later raises",), ()), schedule=("plain",) * 6, entry="scaled", turn=4, arena=False),
-    # forwards of one step, one of which gets inputs that need a gradient
+    # a step with several forwards; one of them gets inputs that need a gradient
     Program((("raises",),) * 2, "with gradient", schedule=("interrupted",) * 7),
     # a region that disables saved-tensor hooks
     Program((("sin",),), modes=("without hooks",)),

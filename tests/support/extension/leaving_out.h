@@ -1,4 +1,4 @@
-// Streams of a device that leave out one kind of wait everywhere, so that a test can show what that wait protects.
+// Streams of a device that leave out one kind of wait everywhere: a test shows the errors that this wait prevents.
 #pragma once
 
 #include <array>

@@ -154,7 +154,7 @@ def test_output_of_outer_operator_is_listed_after_uses_by_inner_ones():
 
 
 def doubles(anchored):
-    """Return the tolerance of each tensor that has one, by tensor: by how many places its last use may be off.
+    """Return, for each tensor that has a tolerance, the number of places by which its last use may be off.
 
     The step has three tensors that look alike. The second and the third are read three places apart. If `anchored`, an
     anchor lies between these two reads.

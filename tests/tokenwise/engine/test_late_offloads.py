@@ -240,7 +240,7 @@ class SharesInput(nn.Module):
 
 
 class ScalesInput(nn.Linear):
-    """A layer that does not save its input, but many other tensors, so that memplug need not release them early."""
+    """A layer that does not save its input, but so many other tensors that memplug need not release them early."""
 
     def __init__(self) -> None:
         super().__init__(16, 16)
