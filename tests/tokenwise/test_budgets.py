@@ -94,7 +94,7 @@ def test_cpu_keeps_nothing_without_an_explicit_budget() -> None:
 
 
 def require(*ranks: tuple[float | None, float | str]) -> None:
-    """Check the budgets of ranks, given as the observed step's peak and the budget, in GiB."""
+    """Check the budgets of ranks; each rank has its observed step's peak and its budget, in GiB."""
     everyone = [(int((peak_gib or 0) * GIB), budget_gib) for peak_gib, budget_gib in ranks]
 
     def gather(value: tuple[int, float | str]) -> list[tuple[int, float | str]]:

@@ -78,7 +78,7 @@ def trained(
         while session.stage is not Stage.STABLE:
             step()
         executor = session._attached.executor
-        refusals = executor.transfer.refused  # before there was a plan
+        refusals = executor.transfer.refused  # refused before there was a plan
         executor.pool.rows.peak_bytes = 0
         for _ in range(3):
             step()

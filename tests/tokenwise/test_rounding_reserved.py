@@ -173,7 +173,7 @@ def test_plan_leaves_room_for_buffers_of_the_largest_region() -> None:
 
 
 def test_plan_with_rounding_buffers_keeps_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception is a plan that keeps everything, since it prefetches nothing."""
+    """Expect one exception: a plan that keeps everything, since it prefetches nothing."""
 
     def kept(room_bytes: int, buffers: int) -> tuple[int, bool]:
         model, reference = pair()

@@ -1,7 +1,7 @@
 """Collectives that write to their caller's tensor, as Megatron-Core's do.
 
 A recompute pass uses a collective's captured result, or runs the collective again. All ranks must do the same, since a
-collective that only some of them run never ends.
+collective never ends if only some of them run it.
 """
 
 from __future__ import annotations

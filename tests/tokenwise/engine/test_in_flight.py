@@ -52,7 +52,7 @@ def test_graphs_freed_on_other_threads_are_counted_as_freed(alpha: float) -> Non
 
 @alphas
 def test_outside_memory_written_in_a_region_does_not_keep_graphs_alive(alpha: float) -> None:
-    """Write in place to memory from outside: it then belongs to the graph, and the graph holds the region's tensors."""
+    """Write in place to memory from outside: the memory joins a graph, which holds the region's tensors."""
     memory = torch.zeros(2, 6, 16)
 
     class Writes(Layer):
@@ -153,7 +153,7 @@ def test_gradients_hold_while_threads_train_concurrently(alpha: float, shared: b
 
 @alphas
 def test_overlapping_regions_on_threads_reenable_the_compiler(alpha: float) -> None:
-    """Expect the second thread to enable the compiler again, which regions disable.
+    """Regions disable the compiler; expect the second thread to enable it again.
 
     The thread that enters its region first also leaves first, so the second thread finds the compiler disabled.
     """

@@ -17,8 +17,8 @@ from tests.support.simulated import adversarial_device
 
 pytestmark = pytest.mark.device
 
-# whether tensors are too small to be offloaded, and how many forwards follow the write: three are enough for offloaded
-# tensors to be released
+# whether tensors are too small to be offloaded; how many forwards follow the write (during three forwards, memplug
+# releases offloaded tensors)
 SMALL_AND_MORE = [(False, 0), (False, 3), (True, 0)]
 WRITES = {
     "add_": lambda y: y.add_(1),

@@ -129,7 +129,7 @@ def test_retained_graph_stays_usable_after_backward_through_a_part(device, alpha
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 def test_diverging_recompute_pass_is_repeated_in_full(device, alpha):
-    """Include a divergence after the last use of a captured tensor, when its copy is already dropped."""
+    """Let a recompute pass diverge also after the last use of a captured tensor, whose copy is then already dropped."""
     model, reference, executor = trained(device, alpha, Chooses)
     x = torch.randn(2, 6, 16)
     loss = model(x)
@@ -240,7 +240,7 @@ class SharesInput(nn.Module):
 
 
 class ScalesInput(nn.Linear):
-    """A layer that does not save its input, but so many other tensors that memplug need not release them early."""
+    """A layer that saves many tensors, but not its input; memplug need not release these tensors early."""
 
     def __init__(self) -> None:
         super().__init__(16, 16)

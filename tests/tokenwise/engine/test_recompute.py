@@ -104,7 +104,7 @@ def test_topk_of_a_router_does_not_run_again() -> None:
 
 
 class Lazy(Layer):
-    """A layer that builds a table in its first forward and finds it in later ones."""
+    """A layer that builds a table in its first forward, and finds the table in later forwards."""
 
     table: torch.Tensor | None = None
 

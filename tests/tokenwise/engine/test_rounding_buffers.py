@@ -51,7 +51,7 @@ def test_regions_take_the_buffers_in_turn() -> None:
 
 
 def test_buffers_let_prefetches_run_one_region_ahead() -> None:
-    """While a layer's backward runs, the tensors of the layer before it are prefetched, as in MEMO."""
+    """Prefetch the tensors of the next layer in backward while one layer's backward runs, as in MEMO."""
     limited, buffered = (_copies_begun(nbytes) for nbytes in (0, ENOUGH_BYTES))
     assert buffered[-1] == limited[-1] and all(more >= few for more, few in zip(buffered, limited, strict=True))
     assert buffered[2] > limited[2]
@@ -225,7 +225,7 @@ def test_lack_of_room_for_rounding_buffers_warns_once(room_bytes: int, caplog: p
 
 
 def test_storage_of_a_restored_tensor_has_the_size_of_the_tensor() -> None:
-    """Accounting, and copies of a storage, would otherwise count the whole buffer."""
+    """With a larger storage, accounting would count the whole buffer, and copies of the storage would include it."""
     device = ScriptedDevice()
     known = core()
     pool = known.HostRows(lambda nbytes: False)

@@ -68,7 +68,7 @@ def test_kept_and_in_flight_bytes_and_buffers_fit_the_device(regions, limits, in
 @given(problems, budgets, st.integers(0, 200).map(MIB.__mul__), st.integers(0, 200).map(MIB.__mul__))
 @settings(max_examples=80, deadline=None)
 def test_more_in_flight_room_never_makes_the_step_longer(regions, limits, room, more):
-    """A tensor of which only some rows are swapped still takes room for all of its rows in flight."""
+    """A tensor in flight takes room for all of its rows, even if only some of them are swapped."""
     less, larger = (
         solve(regions, replace(limits, in_flight=(InFlight(2, each), InFlight(1)))) for each in (room, room + more)
     )
@@ -95,7 +95,7 @@ def test_automatic_plan_is_never_worse_than_fixed_alpha_or_recompute(regions, li
 def test_more_bandwidth_or_memory_never_makes_the_step_longer(regions, limits, faster, more_bytes):
     """Begin with host memory for all inputs.
 
-    With less of it no input is swapped, and more may lengthen the step: once all inputs fit, they have to be swapped.
+    With less of it no input is swapped, and the step may be shorter: once all inputs fit, they have to be swapped.
     """
     inputs = sum(layer.instances * layer.input_bytes for layer in regions)
     limits = replace(limits, host_bytes=inputs + limits.host_bytes)

@@ -37,7 +37,7 @@ def test_link_to_the_device_can_be_the_bottleneck():
 
 
 def test_plan_stalls_on_a_copy_if_recomputing_costs_more():
-    """The input's 100 bytes fill 40 s at 2.5 bytes/s. 20 more stall for 8 s; running the operator again costs 40 s."""
+    """At 2.5 bytes/s the input's 100 bytes fill 40 s. 20 more bytes stall for 8 s; the operator runs again in 40 s."""
     dear = operator("attention", (0,), (1,), time_s=40.0, size=20, capture="whole")
     layer = region(dear, saved={1}, input_bytes=100, forward_s=40.0, backward_s=80.0)
     plan = solve([layer], budget(d2h=2.5))
@@ -47,7 +47,10 @@ def test_plan_stalls_on_a_copy_if_recomputing_costs_more():
 
 
 def test_swapping_the_elementwise_output_spares_its_operator():
-    """Backward reads rotary's output; 100 bytes fit the link. If the matmul's were swapped, 1 s of rotary would run."""
+    """The link carries 100 bytes: rotary's output, which backward reads.
+
+    If it carried the matmul's output instead, rotary would run again for 1 s.
+    """
     plan = solve([region(MATMUL, ROTARY, saved={2})], budget(d2h=10.0, h2d=10.0))
     (group,) = plan.regions["layer"].groups
     assert group.fractions == {1: 1.0}
@@ -57,7 +60,7 @@ def test_swapping_the_elementwise_output_spares_its_operator():
 
 
 def test_spare_link_time_swaps_elementwise_outputs_too():
-    """Both outputs are saved: 200 bytes at 20 bytes/s fit; at 10 bytes/s only the costlier one, the matmul's, fits."""
+    """At 20 bytes/s the 200 bytes of both saved outputs fit; at 10 bytes/s only the costlier one fits, the matmul's."""
     layer = region(MATMUL, ROTARY, saved={1, 2})
     wide, narrow = solve([layer], budget(d2h=20.0)), solve([layer], budget(d2h=10.0))
     assert wide.regions["layer"].groups[0].fractions == {0: 1.0, 1: 1.0}
@@ -157,7 +160,7 @@ def test_matmul_that_backward_does_not_need_is_neither_swapped_nor_run():
 
 
 def test_inputs_of_operators_that_always_run_are_swapped_or_recomputed():
-    """Dropout runs in every pass, 2 s, and reads the matmul's output, which is swapped.
+    """Dropout runs in every recompute pass, for 2 s, and reads the matmul's output, which is swapped.
 
     If `add_` writes to a saved storage, the operator that makes the storage runs too.
     """
@@ -176,7 +179,7 @@ def test_inputs_stay_on_the_device_when_the_host_cannot_hold_them():
 
 
 def test_fixed_alpha_is_lowered_to_what_the_host_holds():
-    """Attention's 100 bytes and half of the matmul's 100 make 150 per instance; 240 bytes for two leave alpha 0.2."""
+    """Attention's 100 bytes and half of the matmul's 100 make 150 per layer; 240 for two layers leave alpha 0.2."""
     other = operator("o", (1,), (2,), time_s=4.0, size=100)
     layer = region(ATTENTION, other, saved={1, 2}, instances=2)
     full, cut, none = (solve([layer], budget(host=host), 0.5) for host in (300, 240, 199))
@@ -245,7 +248,7 @@ def memo_layer(tokens, tp=4, cp=2):
     [(192, 0.75, "link forward"), (256, 1.0, "none"), (320, 0.75, "host"), (384, 0.5, "host")],
 )
 def test_best_alpha_matches_table_5_of_memo(tokens, published, bound):
-    """The best of nine fractions is the published one, and the closed form lies between it and the next."""
+    """The best of nine fractions is the published one; the closed form lies between this fraction and the next."""
     layer, limits = memo_layer(tokens * 1024), budget(d2h=LINK, h2d=LINK, host=HOST)
     plans = [solve([layer], limits, eighths / 8) for eighths in range(9)]
     fitting = [plan for plan in plans if not plan.alpha_cut_by_host]
@@ -344,7 +347,7 @@ def test_unit_that_is_not_row_wise_runs_whole_for_any_missing_row():
 
 
 def test_unit_that_runs_for_some_rows_needs_its_whole_inputs():
-    """An operator that is never captured makes the unit's input in 5 s: it runs whole if any row of the unit runs."""
+    """An operator that is never captured makes the unit's input in 5 s; if any row of the unit runs, it runs whole."""
     source = operator("norm", (0,), (1,), time_s=5.0, size=0, capture="never")
     unit = operator("unit", (1,), (2,), time_s=4.0, size=0, capture="never")
     part = operator("part", (2,), (3,), time_s=0.0, size=100, made_by_rows=1)
