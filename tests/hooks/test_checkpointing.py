@@ -1,4 +1,4 @@
-"""memplug replaces a script's checkpointing around regions: same numbers, layers run once, detaching gives it back."""
+"""memplug replaces a script's checkpointing around regions: same numbers, layers run once, detaching restores it."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ GPUS = re.compile(
 )
 FOREIGN = {"train.py", "pretrain_gpt.py"}  # the reader's own script, and Megatron-LM's
 PLACEHOLDERS = {"FILE", "FOLDER"}  # values of options that the reader replaces
-LARGE_BYTES = 2**30  # states of a model that needs a GPU
+LARGE_BYTES = 2**30  # a model with larger states needs a GPU
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"[A-Z_]+=\S*$")
 _KINDS = r"(?:[A-Z_]+=\S+ )*(?:launch/\w+\.sh|sbatch |torchrun |deepspeed |python3? |pip |accelerate "
 _MEMPLUG = typer.main.get_command(app).commands
-_COMMAND = re.compile(_KINDS + rf"|memplug (?:{'|'.join(_MEMPLUG)})\b)")  # not "memplug is off"
+_COMMAND = re.compile(_KINDS + rf"|memplug (?:{'|'.join(_MEMPLUG)})\b)")  # but not prose such as "memplug is off"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ ALPHAS = dict(zip(candidates.LINK_FACTORS, (0.5, 0.25, 1.0, 0.125, 0.75, 0.0), s
 
 
 class Played:
-    """A recorder of operators that never ran."""
+    """A recorder of operators that a test names, and that never ran."""
 
     device = torch.device("cpu")
     suspended = contextlib.nullcontext()

@@ -80,7 +80,7 @@ def fewest_bytes(problem, *, longest_stall_s):
 
 
 def with_an_optimizer():
-    """Return a step of three operators, the second of which needs 100 bytes, and an optimizer that needs 80.
+    """Return a step of three operators and an optimizer: the second operator needs 100 bytes, the optimizer 80.
 
     The optimizer's state of 50 bytes exists beforehand.
     """

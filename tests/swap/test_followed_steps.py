@@ -140,7 +140,7 @@ def test_no_tensor_is_offloaded_inside_a_kernel_where_the_step_differs() -> None
 
     @torch.library.custom_op("memplug_tests::kernel", mutates_args=())
     def kernel(x: torch.Tensor) -> torch.Tensor:
-        torch.empty(12345)  # a request that the followed step did not make
+        torch.empty(12345)  # a request that the repeated step did not make
         copy = x.clone()
         left_inside.append(short())
         return copy
