@@ -48,7 +48,7 @@ class Beside(nn.Module):
             for _ in range(3):
                 z = z * 0.5 + 1e-3
         aside.record_stream(self.side)
-        del aside  # the plan puts later tensors at its bytes, which the other stream still reads
+        del aside  # the plan puts later tensors at these bytes, which the other stream still reads
         u = y.tanh()
         main.wait_stream(self.side)
         z.record_stream(main)

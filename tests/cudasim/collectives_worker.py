@@ -174,7 +174,7 @@ def finish(work: Any) -> None:
 
 
 def use_memory() -> None:
-    """Write to all free memory; it must not include memory that a collective still has to read or write."""
+    """Write to all free memory, none of which a collective may still have to read or write."""
     for nbytes in [64, 512, 1024] * 8:
         torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda")
     kept = [torch.full((512,), 7, dtype=torch.uint8, device="cuda") for _ in range(16)]
@@ -189,7 +189,7 @@ def on_host(name: str, dtype: torch.dtype, group: Any) -> list[torch.Tensor]:
 
 
 def on_device(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return a collective's results by NCCL's stand-in; its inputs are dropped before it is done."""
+    """Return a collective's results by NCCL's stand-in; the inputs are dropped before the collective is done."""
     make = numbers(dtype)
     work, results = COLLECTIVES[name](dist.group.WORLD, lambda *shape: make(*shape).cuda())
     use_memory()

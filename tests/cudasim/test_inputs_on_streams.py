@@ -184,7 +184,10 @@ class Block(nn.Module):
 
 
 class SecondInput(nn.Module):
-    """Another stream makes a second input of all regions; only those after the first two wait for it and read it."""
+    """Another stream makes a second input of all regions, which the first two do not read.
+
+    These two do not wait for the stream either.
+    """
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

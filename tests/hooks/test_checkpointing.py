@@ -67,7 +67,7 @@ def closures(model: Stack, x: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def pairs(model: Stack, x: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Checkpoint two layers at a time, with operators around them that no region has."""
+    """Checkpoint two layers at a time, and operators around the layers that belong to no region."""
 
     def two(first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return second(first(x.tanh()).sin()).exp().tanh()
@@ -267,7 +267,7 @@ def test_flag_with_frozen_inputs_gives_the_scripts_gradients() -> None:
 
 
 def test_reentrant_checkpoint_without_gradients_for_its_inputs_stays() -> None:
-    """Expect no gradients of the parameters inside either, as torch's reentrant checkpoint has it."""
+    """Expect no gradients of the parameters inside, as from torch's reentrant checkpoint without memplug."""
 
     class Frozen(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

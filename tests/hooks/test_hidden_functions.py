@@ -332,7 +332,7 @@ def test_parameter_changed_before_backward_raises_like_autograd() -> None:
 
 
 class Uncounted(Layer):
-    """A layer that calls a unit without gradients, then with them; it takes an address, so backward runs it again."""
+    """A layer that calls a unit without gradients, then with them; since the layer takes an address, it is opaque."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -184,7 +184,7 @@ class ChoosesAndCountsWithGradients(ChoosesAndCounts):
 
 
 class Average(torch.autograd.Function):
-    """Updates an average of weights, itself a parameter, by operators, and sums the average by a hidden kernel."""
+    """Updates an average of weights by operators, and sums the average, itself a parameter, by a hidden kernel."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:

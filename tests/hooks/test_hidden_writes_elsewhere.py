@@ -74,7 +74,7 @@ class FindsBuffer(Updates):
 
 
 class UpdatesParameter(Updates):
-    """Like `Updates`, but of a parameter."""
+    """Like `Updates`, but updates a parameter."""
 
     is_parameter = True
 
@@ -137,7 +137,7 @@ class SharedInput(Pairs):
 
 
 class SharedByMany(nn.Module):
-    """Several regions get the same tensor; the last writes to it when memplug has released the first regions."""
+    """Several regions get the same tensor; when the last one writes to it, memplug has released the first regions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ Started by a launcher: `torchrun --nproc-per-node 3 -m tests.support.apart_worke
 * "block": the "memplug" block;
 * "timeout_s": the timeout of the default group;
 * "limit_s": how long a rank waits for others at the end of a step, in place of memplug's own limit;
-* "patience_s": how long it waits before it warns, in place of memplug's own limit;
+* "patience_s": how long a rank waits before it warns, in place of memplug's own limit;
 * "backend": the groups' backend, gloo by default; with NCCL the ranks train on the device.
 
 `FOLDER/RANK.json` gets the function's result, with memplug's "warnings".

@@ -1,4 +1,4 @@
-"""Runs one forward under the native core's observer, without a frame or an executor."""
+"""Runs one forward under the native core's observer, without an executor."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def cases_of(stage: int) -> dict[str, Any]:
         "arena": {"enabled": False},
     }
     budgets = {"device_budget_gib": BUDGETS_GIB}
-    # if optimizer states are swapped, the budget has to hold the parameters, on the CPU too
+    # with swapped optimizer states the budget has to hold the parameters, even on the CPU
     states = {
         **block,
         "swap": {**block["swap"], "states": True},

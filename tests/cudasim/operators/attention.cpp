@@ -15,7 +15,7 @@ struct Attention {
     std::optional<double> scale;
     Draw drawn;
   };
-  Tensor q, k, v, scores, mask; // mask: that of dropout, scaled
+  Tensor q, k, v, scores, mask; // mask: dropout's, scaled
   double scale;
   int64_t key_heads;
 

@@ -96,7 +96,7 @@ void copy_results(const Stack& from, const Stack& to) {
   }
 }
 
-// Returns whether a matmul is as large as a benchmark's: its result is then 0, and a message says so.
+// Returns whether a matmul is too large to run here, as a benchmark's are: its result is then 0, and a message says so.
 bool is_too_large(const c10::OperatorHandle& op, const Stack& arguments) {
   const std::string& name = op.operator_name().name;
   return (name == "aten::mm" || name == "aten::bmm") &&
