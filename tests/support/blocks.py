@@ -18,7 +18,7 @@ from memplug.device.device import Device, device_of
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
 
-ALPHAS = [0.4, 1.0]  # one swaps some rows of a matmul, the other all
+ALPHAS = [0.4, 1.0]  # swap some rows of a matmul, or all rows
 alphas = pytest.mark.parametrize("alpha", ALPHAS)
 LAYERS = ["layers.*"]  # the regions of a `Stack`
 

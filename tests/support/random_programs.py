@@ -159,7 +159,7 @@ def _saving_copies() -> AbstractContextManager[Any]:
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    # no cache: a region casts a weight anew for each use, and its gradients are compared to the bit
+    # no cache, since a region casts a weight anew for each use, and gradients are compared to the bit
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
     "deterministic": _deterministic,

@@ -105,7 +105,7 @@ def check(command: Command) -> str:
         return _check_launcher(command, first, rest)
     if first in ("python", "python3"):
         return _check_python(command, rest)
-    if first == "memplug" and rest[0] == "run" and rest[1:]:  # in prose, the name alone
+    if first == "memplug" and rest[0] == "run" and rest[1:]:  # prose may have the command's name alone
         parsed = _MEMPLUG["run"].make_context("run", list(rest[1:])).params
         return check(Command(words=tuple(parsed["command"]), environment={}, comment=command.comment))
     if first == "memplug":

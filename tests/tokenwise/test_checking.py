@@ -135,7 +135,7 @@ class SlowLink(ScriptedDevice):
 
 
 TOKENS = 96
-# of a block's matmuls, without the last one, whose output backward does not need
+# bytes of a block's matmul outputs, without the last one, which backward does not need
 ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)
 INPUT_BYTES = 4 * TOKENS * 16
 WHOLE_BYTES = 4 * TOKENS * (16 + 16 + 2)  # a block's input, attention's output, and the softmax's sums

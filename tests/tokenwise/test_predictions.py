@@ -115,7 +115,7 @@ def test_memo_plan_offloads_one_fraction_as_predicted(caplog: pytest.LogCaptureF
 
 def test_plan_swaps_only_the_input_of_an_opaque_region() -> None:
     opaque, seen = trained(ByNumpy), trained(Block)
-    inputs = 2 * 4 * 12 * 16  # of 4 layers: the first's needs no gradient, the last's stays on the device
+    inputs = 2 * 4 * 12 * 16  # 2 of 4 layers: the first's input needs no gradient, the last's stays
     assert opaque["offloaded_step_bytes"] == inputs < seen["offloaded_step_bytes"]
     assert opaque["predicted_regions_s"] == pytest.approx(opaque["predicted_full_recomputation_s"], rel=0.01)
 

@@ -28,7 +28,7 @@ FOUND = (
     Program((("sets data", "raises"),), schedule=("inferred", "plain")),
     # outputs of a swapped operator that are too small to swap
     Program((("norm",), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
-    # a choice in an opaque region
+    # a choice by values in an opaque region
     Program((("resizes", "sorts"), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
     # a sparse tensor that a module saves and makes again
     Program((("skips", "later sparse"),), schedule=("micro batches",) * 2, entry="scaled", turn=1, arena=False),
@@ -36,7 +36,7 @@ FOUND = (
     Program((("address", "sin"),), schedule=("written between", "written between backwards")),
     # a parameter that is stepped in backward, and is also read by a gradient inside the forward
     Program((("sparse", "gradient of leaf"),), schedule=("stepped in backward",)),
-    # a buffer that the next forward writes to, for which torch's backward raises
+    # a buffer to which the next forward writes, so that backward without memplug raises
     Program((("moves in place", "renames"),), schedule=("reversed",)),
     # a region that is opaque only once there is a plan
     Program((("later raises",), ()), schedule=("plain",) * 6, entry="scaled", turn=4, arena=False),

@@ -69,7 +69,7 @@ def test_room_is_short_if_the_allocator_retried_and_the_plan_exceeds_it() -> Non
     room, memory = room_for(Served(wanted=True))
     plan = decisions(600)
     room.is_short(None)
-    memory.own_bytes = 1100  # of which plans may use 1012
+    memory.own_bytes = 1100  # plans may use 1012 of them
     assert not room.is_short(plan) and not room.is_short(plan), "the allocator did not retry"
     memory.retries += 1
     assert not room.is_short(plan) and not room.is_short(plan), "the plan fits"

@@ -123,7 +123,7 @@ def test_memplugs_own_work_is_charged_as_host_time() -> None:
 
     alone_s = step_s()
     taken_s = [step_s(**{name: 1.0}) - alone_s for name in own]
-    hidden_s = 1e-3  # tolerance: kernel time, for which the host waits only if its own time costs nothing
+    hidden_s = 1e-3  # tolerance: kernel time, for which the host waits only in the run without these costs
     assert taken_s == pytest.approx([layers * _Sines.operators, layers, layers], abs=hidden_s)
 
 

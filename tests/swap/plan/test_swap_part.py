@@ -171,12 +171,12 @@ def doubles(anchored):
 
 
 def test_tolerance_is_limited_by_the_nearest_look_alike():
-    # The last two tensors have none: a few inserted or removed operators, and one would be mistaken for the other.
+    # The last two tensors have no tolerance: after a few inserted or removed operators one would pass for the other.
     assert doubles(anchored=False) == {0: 14}
 
 
 def test_anchor_distinguishes_look_alikes_on_its_two_sides():
-    # The third tensor has none: with operators inserted before it, the second tensor would look like the third.
+    # The third tensor has no tolerance: after operators inserted before it, the second one would look like the third.
     assert doubles(anchored=True) == {0: 14, 1: 1}
 
 

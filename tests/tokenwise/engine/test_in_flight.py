@@ -178,7 +178,7 @@ def test_overlapping_regions_on_threads_reenable_the_compiler(alpha: float) -> N
     model = Stack(1, Overlaps)
     tokenwise(model, alpha)
 
-    one = torch.randn(1, 6, 16)  # made here, as the thread would have another default device
+    one = torch.randn(1, 6, 16)  # made here, since other threads have another default device
 
     def first() -> None:
         model(one)

@@ -214,7 +214,7 @@ def test_opaque_region_that_saves_other_tensors_when_rerun_raises(
     class Repeats(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x.data_ptr()
-            for _ in range(int(os.environ["TIMES"])):  # memplug does not restore this
+            for _ in range(int(os.environ["TIMES"])):  # memplug does not restore it
                 x = x.sin() * self.norm.weight
             return x
 

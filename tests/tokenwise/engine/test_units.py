@@ -192,7 +192,7 @@ STATES = {
     "autocast": lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16),
     "another dtype": another_dtype,
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
-    "device": lambda: torch.device("meta"),  # the default device
+    "device": lambda: torch.device("meta"),  # as the default device
 }
 
 
