@@ -179,8 +179,8 @@ def train_alike(
         block: makes one block.
         alpha: the fraction of rows that the regions swap.
         device: the device to train on, by default torch's own.
-        steps: how many steps.
-        layers: how many blocks.
+        steps: number of steps.
+        layers: number of blocks.
         exact: compare to the bit; by default if `alpha` is 0 or 1, since then the recompute pass runs no matmul in
             another shape than forward.
         **settings: settings of the executor.

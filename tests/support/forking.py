@@ -50,7 +50,7 @@ def launch_forked(
         arguments: the script and its arguments.
         libraries: imported before the ranks are forked; "megatron" pretends that the CPU is a CUDA device, and
             "transformer_engine" adds the stand-in of Transformer Engine.
-        processes: how many ranks.
+        processes: number of ranks.
         module: the first argument is not a file, but the name of a module whose `main` is called.
         time_limit_s: all processes are killed after this time.
         status: the exit status that the ranks must have.

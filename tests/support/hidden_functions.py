@@ -30,7 +30,7 @@ def train(
 
     Args:
         layer: the class of the three layers of a `Stack`.
-        steps: how many steps.
+        steps: number of steps.
         network: the class of the model, in place of a `Stack`.
         **tokenwise: settings of the block's "tokenwise" section.
     """

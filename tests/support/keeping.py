@@ -34,12 +34,9 @@ class Training:
     """One training step, as a script sees it.
 
     Attributes:
-        model: the model.
-        optimizer: the model's optimizer.
         step: the step's number.
         tokens: the step's input.
         out: the model's output.
-        loss: the step's loss.
         kept: tensors that the script keeps.
         inside: tensors that hooks keep while the step runs; emptied before each step.
     """
@@ -219,7 +216,7 @@ def train_keeping(
     Args:
         keeper: called after backward and before the optimizer.
         block: the session's block.
-        steps: how many steps.
+        steps: number of steps.
         length: returns the length of a step's sequences.
     """
     torch.manual_seed(0)

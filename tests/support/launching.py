@@ -33,7 +33,7 @@ def launch(
     Args:
         arguments: the script and its arguments.
         launcher: starts the processes; "python" starts one.
-        processes: how many ranks.
+        processes: number of ranks.
         module: the first argument is the name of a module, not a file.
         time_limit_s: all processes are killed after this time.
         env: environment variables to set on top of the usual ones.

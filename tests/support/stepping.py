@@ -89,7 +89,6 @@ class Led:
     Args:
         session: memplug's session.
         model: the stack that trains with memplug.
-        recorder: the session's recorder.
     """
 
     def __init__(self, session: Session, model: Stack, recorder: Played):

@@ -159,7 +159,7 @@ FLASH_ATTN_3 = Package(
             Text("TORCH_LIBRARY(flash_attn_3,", _FA3),
             Text('m.def("fwd(', _FA3),
             Text('m.def("bwd(', _FA3),
-            # memplug captures no operator that writes; the C++ operator declares a write to `out`, the Python one does not
+            # memplug captures no operator that writes; the C++ operator declares a write to `out`, the Python one none
             Text('"flash_attn_3::_flash_attn_forward", mutates_args=()', "hopper/flash_attn_interface.py"),
             Text('"flash_attn_3::_flash_attn_backward"', "hopper/flash_attn_interface.py"),
         ),

@@ -90,7 +90,7 @@ def test_tensors_of_another_size_or_dtype_do_not_match() -> None:
 
 
 def test_place_in_the_program_recovers_after_changed_operators() -> None:
-    """Expect the planned places again at most ten operators after the change."""
+    """Expect the planned places again within ten operators of the change."""
     program = [number % 17 for number in range(200)]
     places = extension.load().program_places
     assert places(program, program) == list(range(200))

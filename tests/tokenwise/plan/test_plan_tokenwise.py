@@ -347,7 +347,10 @@ def test_unit_that_is_not_row_wise_runs_whole_for_any_missing_row():
 
 
 def test_unit_that_runs_for_some_rows_needs_its_whole_inputs():
-    """An operator that is never captured makes the unit's input in 5 s; if any row of the unit runs, it runs whole."""
+    """Let an operator that is never captured make the unit's input in 5 s.
+
+    That operator runs whole if any row of the unit runs.
+    """
     source = operator("norm", (0,), (1,), time_s=5.0, size=0, capture="never")
     unit = operator("unit", (1,), (2,), time_s=4.0, size=0, capture="never")
     part = operator("part", (2,), (3,), time_s=0.0, size=100, made_by_rows=1)
