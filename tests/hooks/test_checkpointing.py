@@ -67,7 +67,7 @@ def closures(model: Stack, x: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def pairs(model: Stack, x: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Checkpoint two layers at a time, and operators around the layers that belong to no region."""
+    """Checkpoint two layers at a time, together with operators around them, which belong to no region."""
 
     def two(first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return second(first(x.tanh()).sin()).exp().tanh()

@@ -72,7 +72,7 @@ std::optional<double> scale_at(const Stack& s, size_t i) {
   return s[i].isNone() ? std::nullopt : std::optional<double>(s[i].toDouble());
 }
 
-Tensor seed_and_offset(Draw drawn) { // as flash attention keeps them
+Tensor seed_and_offset(Draw drawn) { // as flash attention keeps the two
   const auto both = {static_cast<int64_t>(drawn.seed), static_cast<int64_t>(drawn.offset)};
   return at::tensor(at::ArrayRef<int64_t>(both), at::kLong).view(at::kUInt64);
 }

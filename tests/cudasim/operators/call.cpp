@@ -75,7 +75,7 @@ void on_device(const std::function<void()>& run, const std::string& name) {
 void queue(const std::string& name, std::function<void()> run, Ranges ranges) {
   std::function<void()> task = [&name, run = std::move(run)] { on_device(run, name); };
   cudasim_enqueue(c10::cuda::getCurrentCUDAStream().stream(), name.c_str(), &task, &ranges);
-  C10_CUDA_CHECK(cudaGetLastError()); // as after each launch
+  C10_CUDA_CHECK(cudaGetLastError()); // as torch does after each launch
 }
 
 void copy_results(const Stack& from, const Stack& to) {

@@ -1,5 +1,5 @@
-// Copies and fills, queued on their stream. Pageable memory is read before the call returns, and written before it
-// returns too: such copies wait, as CUDA documents.
+// Copies and fills, queued on their stream. A copy from or to pageable memory ends before its call returns, as CUDA
+// documents.
 #include <cstring>
 
 #include "memory.h"
