@@ -137,7 +137,7 @@ class Link:
 
     @contextlib.contextmanager
     def _entered(self, tensors: Tensors, waits: bool = True) -> Iterator[torch.cuda.Stream]:
-        """Make the group's stream the current one; with `waits`, it first waits for the previously current stream."""
+        """Make the group's stream current; with `waits`, let it first wait for the stream that was current."""
         device = tensors[0].device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""The host never waits for the device in a planned step; while plans are made, the number of waits is known."""
+"""The host never waits for the device in a planned step, only to check an alpha, to plan or to start the arena."""
 
 from __future__ import annotations
 

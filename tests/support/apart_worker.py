@@ -294,7 +294,7 @@ def alone(case: Case) -> Case:
 
 
 def outsider(case: Case) -> Case:
-    """Attach on every rank with a group that does not contain the last one."""
+    """Attach on every rank with a group that does not contain the last rank."""
     from memplug.errors import MemplugError
 
     group = dist.new_group([0])

@@ -87,7 +87,7 @@ def _forker(libraries: Libraries) -> _Forker:
 
 
 class _Forker:
-    """The tests' end of the process that forks: starts it when first needed, and again after killing it."""
+    """Sends requests to the process that forks; starts it for the first request, and again after killing it."""
 
     def __init__(self, libraries: Libraries):
         self.command = [sys.executable, "-m", "tests.support.forking", libraries]

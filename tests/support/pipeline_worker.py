@@ -1,4 +1,4 @@
-"""Trains a pipeline of two DeepSpeed stages, whose layers memplug does not know, with several blocks."""
+"""Trains a pipeline of two DeepSpeed stages, whose layers memplug does not know, once for each of several blocks."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def group(instances: int, fractions: dict[int, float], keep: tuple[int, ...] = (
 
 
 def decided(region: Region, index: int, func: Any) -> tuple[float, bool]:
-    """Return the fraction of operator `index` to swap, and whether it stays on the device."""
+    """Return which fraction of operator `index`'s output is swapped, and whether the output stays on the device."""
     return region.native.decide(index, func._schema.name, func._schema.overload_name)
 
 

@@ -43,7 +43,7 @@ class Sorts(Layer):
 
 @pytest.fixture(autouse=True)
 def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that sets the link's rate in bytes per second, at first too fast to limit a plan."""
+    """Return a function that sets the link's rate in bytes per second; the first rate is too high to limit a plan."""
 
     def of_rate(rate: float) -> None:
         monkeypatch.setattr("memplug.device.device.Device.link_rates", lambda device: (rate, rate))

@@ -1,4 +1,7 @@
-"""STWeaver's planner groups requests by phase, fuses groups if denser, and places them by size in few layers."""
+"""STWeaver's planner groups requests by phase and fuses groups if that is denser.
+
+It places the groups by size, in few memory layers.
+"""
 
 import numpy as np
 import pytest

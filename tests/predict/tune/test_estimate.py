@@ -1,4 +1,4 @@
-"""Predictions of a model that is small enough to count by hand, and bounds of boxes."""
+"""Predictions of a model that is small enough to count by hand, and bounds of boxes of configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of a module that runs again keep their classes, and share memory as before."""
+"""When a module runs again, its arguments keep their classes, and share memory as in forward."""
 
 from __future__ import annotations
 

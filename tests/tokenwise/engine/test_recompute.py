@@ -57,7 +57,7 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 
 @pytest.mark.parametrize(("alpha", "expected"), [(0.0, 3 * 4), (0.5, 2 * 4), (1.0, 0)])
 def test_backward_reruns_only_needed_matmuls_that_were_not_swapped(alpha: float, expected: int) -> None:
-    """Backward needs the outputs of four of a block's five matmuls; only the residual sum reads the last one's.
+    """Backward needs the outputs of four of a block's five matmuls; only the residual sum reads the fifth output.
 
     The captured tensors of the last of three blocks are still resident, so that block runs no matmul again with alpha
     0.5.

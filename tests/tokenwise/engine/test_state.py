@@ -205,7 +205,7 @@ def test_suddenly_opaque_forward_runs_again_unless_it_changes_state(
 
 
 class Collects(Layer):
-    """A layer that appends to a list and counts in an object, both passed as arguments."""
+    """A layer that appends to a list and counts in an object; both are its arguments."""
 
     def forward(self, x: torch.Tensor, seen: list[torch.Tensor], counts: Any) -> torch.Tensor:
         y = self.inner(x)
