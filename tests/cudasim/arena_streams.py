@@ -28,7 +28,7 @@ def scratch(stream: torch.cuda.Stream) -> torch.Tensor:
 
 
 class Beside(nn.Module):
-    """A layer whose second half runs on another stream, which is the last stream to read the layer's tensors."""
+    """A layer whose second half runs on another stream, which is the last to read that half's input."""
 
     def __init__(self, side: torch.cuda.Stream | None):
         super().__init__()

@@ -1,5 +1,5 @@
-// Copies and fills, queued on their stream. A copy from or to pageable memory ends before its call returns, as CUDA
-// documents.
+// Copies and fills, queued on their stream. As CUDA documents, a copy from pageable memory reads it before the call
+// returns; a copy to pageable memory makes the host wait until the memory is written.
 #include <cstring>
 
 #include "memory.h"

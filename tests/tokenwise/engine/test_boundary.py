@@ -59,7 +59,7 @@ def test_gradients_hold_for_nested_arguments_and_outputs(alpha: float) -> None:
 
 @alphas
 def test_views_of_one_tensor_are_separate_inputs(alpha: float) -> None:
-    """Expect neighbouring regions to share an input's copy, and a transposed view of it to get a copy of its own."""
+    """Neighbouring regions share an input's copy; a transposed view of the input has a copy of its own."""
     torch.manual_seed(0)
     weight = torch.randn(8, 8, requires_grad=True)
 
