@@ -31,7 +31,7 @@ def spaces_of(tables: ArenaTables, group: int) -> list[tuple[int, int]]:
 
 
 def used_units(plan: AddressPlan, first: int, end: int, kept_bytes: int) -> np.ndarray:
-    """Return bool[units]: which 512-byte units of the reused part any buffer uses from `first` up to `end`."""
+    """Return for each 512-byte unit of the reused part whether a buffer uses it in [first, end): bool[units]."""
     used = np.zeros((plan.solution.height - kept_bytes) // 512, bool)
     for buffer, offset in zip(plan.problem.buffers, plan.solution.offsets, strict=True):
         if not buffer["outlives"] and buffer["lower"] < end and first < buffer["upper"]:

@@ -1,4 +1,4 @@
-"""Recordings made with an arena, or after an earlier one, never free more bytes than were in use."""
+"""Recordings made with an arena, or after an arena has ended, never free more bytes than were in use."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_cuda_sources_compile_without_warnings(includes: list[str], source: str)
 
 
 def test_every_call_of_the_allocator_interface_is_forwarded(includes: list[str]) -> None:
-    """Find overriding functions by their `override` in the sources, or by the compiler's suggestion to add it."""
+    """Find overriding functions by their `override` in the sources, or by the compiler's suggestions to add it."""
     answer = compiled(includes, CONCRETE, "-Wsuggest-override")
     handed_on = set(re.findall(r"(?:InFront|HandsOn)<.*?>::(\w+)\(.*can be marked override", answer))
     for source in ("cuda_front.cpp", "hands_on.h"):

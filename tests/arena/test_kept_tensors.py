@@ -69,7 +69,7 @@ def test_arena_never_writes_to_kept_tensors(name: str) -> None:
 
 
 def test_arena_serves_alternating_programs_in_constant_memory() -> None:
-    """Keep a tensor of every step; the arena still takes the first step after each change for the other program."""
+    """Keep a tensor of every step; in the first step after each change, the arena still serves by the previous plan."""
     block = {**SWAPPED, "tokenwise": REGIONS}
     length = lambda step: (24, 16)[step // 20 % 2]  # noqa: E731
     run = train_and_check_serving(keeping.features, block, 400, 160, late=15, length=length)

@@ -1,6 +1,7 @@
-"""Trains with the arena on several streams, in each of the given ways, and prints the number of unordered accesses.
+"""Trains with the arena on several streams, and prints the number of unordered accesses.
 
-A test runs it with one wait of the arena left out at a time.
+Each argument is a set of ways to train (see `train`). A test runs the program with one wait of the arena left out at a
+time.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from tests.support.serving import owned, reserved_bytes
 
 BLOCK = {"enabled": True, "plan_dir": False, "tokenwise": {"enabled": False}}
 STEPS = 12
-SIZE, LARGE = 1 << 16, 1 << 19  # elements; the segments of large ones have space for the arena
+SIZE, LARGE = 1 << 16, 1 << 19  # elements; the arena fits into the segments of `LARGE` tensors
 
 
 def scratch(stream: torch.cuda.Stream) -> torch.Tensor:
-    """Return a tensor that only this stream uses and no other stream waits for."""
+    """Return a tensor that only this stream uses, and for which no other stream waits."""
     with torch.cuda.stream(stream):
         return torch.ones(LARGE, device="cuda").exp()
 
 
 class Beside(nn.Module):
-    """A layer whose second half runs on another stream, which is also the last one to read the layer's input."""
+    """A layer whose second half runs on another stream, which is the last to read that half's input."""
 
     def __init__(self, side: torch.cuda.Stream | None):
         super().__init__()
@@ -39,7 +40,7 @@ class Beside(nn.Module):
             return (y * 2).cos() + y
         aside = y * 2
         self.side.wait_stream(main)
-        for _ in range(3):  # so that most bytes are the main stream's, and the other stream's are planned beside them
+        for _ in range(3):  # most bytes are then the main stream's, and the plan puts the other stream's beside them
             scratch(main)
         with torch.cuda.stream(self.side):
             scratch(self.side)
@@ -47,7 +48,7 @@ class Beside(nn.Module):
             for _ in range(3):
                 z = z * 0.5 + 1e-3
         aside.record_stream(self.side)
-        del aside  # later tensors are planned at its bytes, while the other stream reads them
+        del aside  # the plan puts later tensors at these bytes, which the other stream still reads
         u = y.tanh()
         main.wait_stream(self.side)
         z.record_stream(main)
@@ -55,7 +56,7 @@ class Beside(nn.Module):
 
 
 def step_of(model: nn.Module, beside: torch.cuda.Stream) -> torch.Tensor:
-    """Run forward and backward, and before and after them work of another stream that no stream waits for.
+    """Run forward and backward; before and after them run work on another stream, for which no stream waits.
 
     Returns:
         The model's output.
@@ -83,13 +84,13 @@ def train(ways: set[str]) -> int:
     with memplug.attach(model, block) as session:
         for step in range(STEPS):
             out = step_of(model, side if "side" in ways else main)
-            # requests beyond the plan: they get reusable space that is planned for the other stream
+            # requests that the plan lacks: they get reusable space among the other stream's planned bytes
             if "side" in ways and step == STEPS - 2:
                 lent = [scratch(main) for _ in range(8)]
                 assert any(owned(each) for each in lent)
                 del lent
             with torch.cuda.stream(reserve):
-                if step == 0:  # before the first recording: queued work still uses this stream's cached memory
+                if step == 0:  # before the first recording: queued work still uses memory in this stream's cache
                     busy = [torch.zeros(LARGE, device="cuda").add_(1) for _ in range(8)]
                     kept.append(busy[0])
                     del busy
@@ -104,7 +105,7 @@ def train(ways: set[str]) -> int:
         out.record_stream(third)
     else:
         out.mul_(2)
-    del out  # the arena's last block: the arena then releases its memory
+    del out  # the arena's last block is free, so the arena releases its memory
     assert reserved_bytes() == 0
     with torch.cuda.stream(reserve):
         after = [torch.zeros(size, device="cuda") for size in (SIZE, LARGE) for _ in range(40)]

@@ -47,7 +47,7 @@ class HostNccl(c10d.ProcessGroupGloo):
 
 
 class Pending:
-    """Work of a stream; it keeps the tensors that it reads and writes until another stream waits for it."""
+    """Work of a stream; it holds the tensors that it reads and writes, until another stream waits for the work."""
 
     def __init__(self, stream: torch.cuda.Stream, tensors: Tensors):
         self.stream, self.event, self.tensors = stream, stream.record_event(), tensors
@@ -137,7 +137,7 @@ class Link:
 
     @contextlib.contextmanager
     def _entered(self, tensors: Tensors, waits: bool = True) -> Iterator[torch.cuda.Stream]:
-        """Make the group's stream the current one; with `waits`, it first waits for the previously current stream."""
+        """Make the group's stream current; with `waits`, let it first wait for the stream that was current."""
         device = tensors[0].device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)

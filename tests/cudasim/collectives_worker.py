@@ -40,7 +40,7 @@ def numbers(dtype: torch.dtype) -> Make:
 
 
 def _single(function: Callable[..., Any], scale: tuple[int, int], **fields: Any) -> Issue:
-    """Return a collective of one input and one output, whose rows have the ratio `scale`."""
+    """Return a collective of one input and one output; `scale` is the ratio of their numbers of rows."""
 
     def issue(group: Any, make: Make) -> Issued:
         given, taken = make(4 * scale[0], 3), make(4 * scale[1], 3)
@@ -174,7 +174,7 @@ def finish(work: Any) -> None:
 
 
 def use_memory() -> None:
-    """Write to all free memory; it must not include memory that a collective still has to read or write."""
+    """Write to all free memory, none of which a collective may still have to read or write."""
     for nbytes in [64, 512, 1024] * 8:
         torch.full((nbytes,), 7, dtype=torch.uint8, device="cuda")
     kept = [torch.full((512,), 7, dtype=torch.uint8, device="cuda") for _ in range(16)]
@@ -189,7 +189,7 @@ def on_host(name: str, dtype: torch.dtype, group: Any) -> list[torch.Tensor]:
 
 
 def on_device(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return a collective's results by NCCL's stand-in; its inputs are dropped before it is done."""
+    """Return a collective's results by NCCL's stand-in; the inputs are dropped before the collective is done."""
     make = numbers(dtype)
     work, results = COLLECTIVES[name](dist.group.WORLD, lambda *shape: make(*shape).cuda())
     use_memory()

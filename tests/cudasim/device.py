@@ -92,7 +92,7 @@ def memory_used_bytes() -> int:
 
 
 def registered() -> int:
-    """Return how many pieces of host memory that the program allocated itself are registered."""
+    """Return how many pieces of the program's own host memory are registered with the driver."""
     return _library.cudasim_registered()
 
 

@@ -1,4 +1,4 @@
-"""`tests.support.forking` for ranks on simulated CUDA: one process imports their libraries, then forks each rank.
+"""`tests.support.forking` for ranks on simulated CUDA: one process imports the libraries, then forks each rank.
 
 `python -m tests.cudasim.forked LIBRARIES` is the process that forks.
 """

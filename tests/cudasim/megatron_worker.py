@@ -45,7 +45,7 @@ def main() -> None:
     results = {}
     with (
         mock.patch.multiple(megatron_worker, **changed),
-        mock.patch.object(torch, "arange", functools.partial(torch.arange, device="cuda")),  # for positions
+        mock.patch.object(torch, "arange", functools.partial(torch.arange, device="cuda")),  # the model's positions
     ):
         for name, (block, schedule) in cases.items():
             before = device.violations()

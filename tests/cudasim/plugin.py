@@ -15,7 +15,7 @@ import pytest
 from tests.cudasim.build import build
 
 PRELOAD = "LD_PRELOAD"
-# its sitecustomize replaces NCCL by the stand-in, in this process and in those that it starts
+# the folder's sitecustomize replaces NCCL by the stand-in, in this process and in its children
 SITE = Path(__file__).parent / "site"
 
 
@@ -87,7 +87,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def schedule_of(name: str) -> device.Schedule:
-    """Return a schedule that depends on the name alone."""
+    """Return a schedule that depends only on the test's name."""
     number = zlib.crc32(name.encode())
     return [*device.SCHEDULES, device.Schedule("random", number % 1000)][number % (len(device.SCHEDULES) + 1)]
 

@@ -88,7 +88,7 @@ def megatron(where: str) -> list[float]:
 
     micro_batches = megatron_worker._micro_batches
     changed = {"_micro_batches": on_device, "_digest": lambda tensors: ""}
-    arange = functools.partial(torch.arange, device="cuda")  # for positions
+    arange = functools.partial(torch.arange, device="cuda")  # makes the model's positions
     with mock.patch.multiple(megatron_worker, **changed), mock.patch.object(torch, "arange", arange):
         losses = megatron_worker.run({"tensor": 2, "sequence": True, "steps": 2}, None)["losses"]
     parallel_state.destroy_model_parallel()

@@ -1,4 +1,4 @@
-"""A plan that was estimated without a device serves a run on the device, which fits only with that plan."""
+"""A plan that was estimated without a device serves a run on the device; without the plan the run does not fit."""
 
 from __future__ import annotations
 

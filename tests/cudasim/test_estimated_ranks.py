@@ -1,4 +1,4 @@
-"""A DeepSpeed run on two ranks uses the plan that `memplug estimate --gpus 2` wrote, from its first step."""
+"""A DeepSpeed run on two ranks uses, from its first step on, the plan that `memplug estimate --gpus 2` wrote."""
 
 from __future__ import annotations
 

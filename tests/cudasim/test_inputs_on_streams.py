@@ -1,4 +1,4 @@
-"""Regions whose inputs another stream makes, if only code inside of the region, or after it, waits for that stream.
+"""Regions whose inputs another stream makes; only code inside of the region, or after it, waits for that stream.
 
 memplug offloads the inputs only after that wait, and no memory is reused while another stream reads it.
 """
@@ -159,7 +159,7 @@ class Filled(torch.autograd.Function):
 
 
 class InUnit(Waiting):
-    """Reads its input only in a function that waits by itself and whose kernels no operator shows."""
+    """Reads its input only in a function that waits by itself; no operator shows the function's kernels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Filled.apply(x, self.side)
@@ -184,7 +184,10 @@ class Block(nn.Module):
 
 
 class SecondInput(nn.Module):
-    """Another stream makes a second input of all regions; only those after the first two wait for it and read it."""
+    """Another stream makes a second input of all regions, which the first two do not read.
+
+    These two do not wait for the stream either.
+    """
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

@@ -19,7 +19,7 @@ from tests.support.folders import ROOT
 
 pytestmark = pytest.mark.gpu
 
-# for each wait: its file, its line, and the ways to train (arena_streams.py) that show that the wait is missing
+# for each wait: its file, its line, and ways to train (arena_streams.py) that go wrong without it
 WAITS = {
     "bytes that another stream of the plan uses at other times": (
         "arena.cpp",

@@ -16,7 +16,7 @@ from tests.support.with_and_without import EXACT, assert_same, cases_of, run
 pytestmark = pytest.mark.gpu
 
 SCHEDULES = [["lazy"], ["copyfirst"], ["computefirst"], ["random", 3]]
-STEPS = 12  # "auto" decides in the first steps; then each schedule still has its turn
+STEPS = 12  # "auto" decides in the first steps; enough steps remain for all schedules
 PROGRAMS: dict[str, dict[str, Any]] = {
     "plain": {"layer": "Parts"},
     "FP8": {"layer": "Parts", "recipe": "DelayedScaling", "micro_batches": 2},

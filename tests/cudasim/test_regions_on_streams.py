@@ -31,7 +31,7 @@ STEPS = 12
 
 
 class WithWeight(Beside):
-    """Multiplies by a weight on the other stream, so that memplug captures outputs of that stream too."""
+    """Multiplies by a weight on the other stream, whose outputs memplug then captures too."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__(side)
@@ -42,7 +42,7 @@ class WithWeight(Beside):
 
 
 class AskingAside(nn.Module):
-    """In its backward the other stream first needs a saved tensor, so the recompute pass runs there.
+    """In its backward, the other stream is the first to need a saved tensor, so the recompute pass runs there.
 
     The main stream then reads the pass's results.
     """

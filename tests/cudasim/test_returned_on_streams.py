@@ -146,7 +146,7 @@ def test_storage_restored_between_steps_is_ready_for_a_side_stream(swapper: Any)
 
 
 class Reading(nn.Module):
-    """In its backward both streams read a tensor, the main one first; the other one does not wait for the main one."""
+    """In its backward the main stream reads a tensor first; the other stream reads it without waiting for the main."""
 
     def __init__(self, side: torch.cuda.Stream):
         super().__init__()

@@ -18,7 +18,7 @@ from tests.support.extension import Wait, leaving_out
 pytestmark = pytest.mark.gpu
 
 SLAB_BYTES, COUNT = 1 << 20, 4096
-WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]  # a wait of regions' rows only
+WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]  # only copies of regions' rows have this wait
 
 
 def unordered(missing: Wait | None) -> int:

@@ -1,4 +1,4 @@
-"""The host never waits for the device in a planned step; while plans are made, the number of waits is known."""
+"""The host never waits for the device in a planned step, only to check an alpha, to plan or to start the arena."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.beside_plain import ROWS, Training
 pytestmark = pytest.mark.gpu
 
 STEPS = 24  # enough for several observed steps: one step in eight is observed
-CHECKED = 1  # at this step's end memplug checks an alpha that is a number
+CHECKED = 1  # at the end of this step memplug checks a fixed alpha
 BEGINS: dict[str, list[str]] = {"alpha 0.5": [], "alpha 1, arena": ["serving"], "auto": ["stable", "serving"]}
 CASES = {"alpha 0.5": block(0.5, **ALONE), "alpha 1, arena": block(1.0), "auto": block()}
 

@@ -1,4 +1,4 @@
-"""Layers with key-value caches train as without memplug, and regions release the caches' tensors with their own."""
+"""Layers with key-value caches train as without memplug, and regions release their cache's tensors like their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""memplug replaces a script's checkpointing around regions: same numbers, layers run once, detaching gives it back."""
+"""memplug replaces a script's checkpointing around regions: same numbers, layers run once, detaching restores it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def closures(model: Stack, x: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 def pairs(model: Stack, x: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Checkpoint two layers at a time, with operators around them that no region has."""
+    """Checkpoint two layers at a time, together with operators around them, which belong to no region."""
 
     def two(first: nn.Module, second: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return second(first(x.tanh()).sin()).exp().tanh()
@@ -148,7 +148,7 @@ def test_checkpointed_regions_keep_the_scripts_gradients(model: Stack, alpha: fl
     indirect=["model"],
 )
 def test_checkpointed_layer_runs_once_a_step(model: Stack, again: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Allow each reentrantly checkpointed module or closure to run twice once, before memplug knows it."""
+    """Allow each reentrantly checkpointed module or closure one repeated run, before memplug knows it."""
     with caplog.at_level(logging.INFO, "memplug"):
         with memplug.attach(model, block(alpha=1, regions=LAYERS)) as session:
             trained(model, session=session)
@@ -267,7 +267,7 @@ def test_flag_with_frozen_inputs_gives_the_scripts_gradients() -> None:
 
 
 def test_reentrant_checkpoint_without_gradients_for_its_inputs_stays() -> None:
-    """Keep its rule that such a checkpoint gives no gradients to parameters either."""
+    """Expect no gradients of the parameters inside, as from torch's reentrant checkpoint without memplug."""
 
     class Frozen(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -343,7 +343,7 @@ def test_copies_of_a_wrapped_model_checkpoint_as_the_script_does() -> None:
 
 
 def test_checkpoint_of_another_module_stays_reentrant_beside_one_around_a_region() -> None:
-    """Tell modules apart whose checkpoint is given their `__call__`: all of these share one function."""
+    """Distinguish modules whose `__call__` is passed to a checkpoint: these methods share one function."""
     calls: list[bool] = []
 
     class Head(nn.Module):

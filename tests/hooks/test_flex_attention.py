@@ -1,4 +1,4 @@
-"""FlexAttention inside of regions: compiled calls are units, and run once a step; gradients equal plain ones."""
+"""FlexAttention inside of regions: compiled calls are units, and run once a step; gradients equal plain torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A framework needs one class in one file and one list entry; a disabled session has an active one's interface."""
+"""A framework needs one class in one file and one list entry; disabled and active sessions have the same interface."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class ForksAndDrops(Drops):
 
 
 class DropsAndForks(Layer):
-    """A layer that uses both functions between two dropouts."""
+    """A layer that uses `Drops` and `ForksAndDrops` between two dropouts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.nn.functional.dropout(self.inner(x), 0.3)
@@ -332,7 +332,7 @@ def test_parameter_changed_before_backward_raises_like_autograd() -> None:
 
 
 class Uncounted(Layer):
-    """A layer that calls a unit without gradients, then with them; it takes an address, so backward runs it again."""
+    """A layer that calls a unit without gradients, then with them; since the layer takes an address, it is opaque."""
 
     def __init__(self) -> None:
         super().__init__()

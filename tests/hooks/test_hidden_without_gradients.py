@@ -56,7 +56,7 @@ class ScalesInput(Layer):
 
 
 class Factor(Layer):
-    """A layer that computes a factor without gradients, by a function that saves its input if there are gradients."""
+    """A layer that calls a function without gradients for a factor; with gradients the function saves its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
@@ -184,7 +184,7 @@ class ChoosesAndCountsWithGradients(ChoosesAndCounts):
 
 
 class Average(torch.autograd.Function):
-    """Updates an average of weights, itself a parameter, by operators, and sums the average by a hidden kernel."""
+    """Updates an average of weights by operators, and sums the average, itself a parameter, by a hidden kernel."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, average: torch.Tensor) -> torch.Tensor:

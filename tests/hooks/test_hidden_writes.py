@@ -111,7 +111,7 @@ class Rotary(torch.autograd.Function):
 
 
 class Attends(Layer):
-    """A layer that rotates queries in place; keys share memory with values, so the function rotates a copy of them."""
+    """A layer that rotates queries in place; keys share memory with values, so the function rotates a copy of keys."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cos = torch.linspace(0.5, 1.5, 4)

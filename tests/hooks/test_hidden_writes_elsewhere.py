@@ -74,7 +74,7 @@ class FindsBuffer(Updates):
 
 
 class UpdatesParameter(Updates):
-    """Like `Updates`, but of a parameter."""
+    """Like `Updates`, but updates a parameter."""
 
     is_parameter = True
 
@@ -137,7 +137,7 @@ class SharedInput(Pairs):
 
 
 class SharedByMany(nn.Module):
-    """Several regions get the same tensor; the last writes to it when memplug has released the first regions."""
+    """Several regions get the same tensor; when the last one writes to it, memplug has released the first regions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def test_returning_or_filling_an_argument_makes_no_region_opaque(layer: type[nn.
 
 
 class Keeps(torch.autograd.Function):
-    """A function that writes to both arguments, and returns one of them or none.
+    """A function that writes to both of its arguments, and returns one argument or neither.
 
     Its kernels stay unobserved, like those of an extension that takes addresses in C++.
     """

@@ -1,4 +1,4 @@
-"""Custom autograd functions whose backward kernels write over saved tensors that others still need.
+"""Custom autograd functions whose backward kernels write over saved tensors that other operators still need.
 
 Fused gated MLPs do this.
 """

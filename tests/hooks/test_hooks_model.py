@@ -1,4 +1,4 @@
-"""Changes to a model: none when memplug is off, all undone by detach, and clear errors where it cannot attach."""
+"""Changes to a model: none when memplug is off, all undone by detach; errors for models that cannot be attached."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_checkpointing_enabled_after_attach_is_refused(regions: Any, reentrant: 
         with pytest.raises(ConflictError, match="model.layers.*(is on|runs inside of a reentrant checkpoint)") as error:
             train(model)
         assert "gradient_checkpointing_disable" in error.value.advice
-        del error  # before transformers 5.24, its frames keep torch's checkpoint and its hooks alive
+        del error  # before transformers 5.24, the error's frames keep torch's checkpoint and hooks alive
         model.gradient_checkpointing_disable()
         model.zero_grad()
         train(model)

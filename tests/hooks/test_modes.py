@@ -111,7 +111,7 @@ def step(model: nn.Module, seed: int, forward: Any, backward: Any) -> tuple[torc
 @alphas
 def test_training_inside_torch_modes_equals_plain_training(mode: Callable[[], Any], alpha: Any) -> None:
     def train(model: nn.Module) -> list[Any]:
-        """Run steps with the mode around all of a step, around its forward, around its backward, and without it."""
+        """Run steps without the mode, and with the mode around the whole step, its forward or its backward."""
         found, none = [], contextlib.nullcontext()
         for seed in range(2):
             found.append(step(model, seed, none, none))

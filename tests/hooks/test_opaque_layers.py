@@ -54,7 +54,7 @@ def test_fp8_scales_and_histories_equal_plain_training(program: str, alpha: str,
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_backward_leaves_no_fp8_scales_queued(program: str, alpha: str, results: dict[str, Any]) -> None:
-    # a unit that never runs again must not leave scales, which another run would take
+    # a unit that never runs again must not leave FP8 scales behind, which another run would take
     assert results[f"{program} {alpha}"]["queued"] == 0
 
 

@@ -21,7 +21,7 @@ def freed(addr: int, size: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def segment(address: int, size: int, blocks: dict[int, int], **fields: Any) -> dict[str, Any]:
-    """Return a segment with blocks in use, given as requested sizes by address; its other bytes are inactive."""
+    """Return a segment with these blocks in use (address -> requested size); the segment's other bytes are inactive."""
     found, at = [], address
     for start, nbytes in [*sorted(blocks.items()), (address + size, 0)]:
         if start > at:

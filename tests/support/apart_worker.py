@@ -6,7 +6,7 @@ Started by a launcher: `torchrun --nproc-per-node 3 -m tests.support.apart_worke
 * "block": the "memplug" block;
 * "timeout_s": the timeout of the default group;
 * "limit_s": how long a rank waits for others at the end of a step, in place of memplug's own limit;
-* "patience_s": how long it waits before it warns, in place of memplug's own limit;
+* "patience_s": how long a rank waits before it warns, in place of memplug's own limit;
 * "backend": the groups' backend, gloo by default; with NCCL the ranks train on the device.
 
 `FOLDER/RANK.json` gets the function's result, with memplug's "warnings".
@@ -36,8 +36,8 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 Case = dict[str, Any]
-BATCHES = 9  # batches of rank 0 in an epoch
-MORE = 3  # additional batches of each rank, compared with the rank before it
+BATCHES = 9  # number of rank 0's batches in an epoch
+MORE = 3  # by how many batches each rank exceeds the rank before it
 
 
 def device(case: Case) -> torch.device:
@@ -77,7 +77,7 @@ class Training:
         import memplug
 
         self.model, self.losses, self.device = model, [], device(case)
-        self.longest_s = 0.0  # the longest end of a step so far
+        self.longest_s = 0.0  # the longest that a step's end has taken so far
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = {"enabled": False} if block is None else {"enabled": True, "plan_dir": False, **block}
         if block is not None:
@@ -294,7 +294,7 @@ def alone(case: Case) -> Case:
 
 
 def outsider(case: Case) -> Case:
-    """Attach on every rank with a group that does not contain the last one."""
+    """Attach on every rank with a group that does not contain the last rank."""
     from memplug.errors import MemplugError
 
     group = dist.new_group([0])

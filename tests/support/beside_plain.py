@@ -86,7 +86,7 @@ class Training:
         self.began = self.steps
 
     def until_it_repeats(self) -> None:
-        """Train until the swap list follows a step by its requests alone."""
+        """Train until the swap list has followed a step: memplug then saw only its memory requests."""
         before = self.report["swap_repeated"]
         for _ in range(8):
             self.step()

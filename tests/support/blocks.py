@@ -18,7 +18,7 @@ from memplug.device.device import Device, device_of
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
 
-ALPHAS = [0.4, 1.0]  # one swaps some rows of a matmul, the other all
+ALPHAS = [0.4, 1.0]  # swap some rows of a matmul, or all rows
 alphas = pytest.mark.parametrize("alpha", ALPHAS)
 LAYERS = ["layers.*"]  # the regions of a `Stack`
 
@@ -179,8 +179,8 @@ def train_alike(
         block: makes one block.
         alpha: the fraction of rows that the regions swap.
         device: the device to train on, by default torch's own.
-        steps: how many steps.
-        layers: how many blocks.
+        steps: number of steps.
+        layers: number of blocks.
         exact: compare to the bit; by default if `alpha` is 0 or 1, since then the recompute pass runs no matmul in
             another shape than forward.
         **settings: settings of the executor.

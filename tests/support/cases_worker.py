@@ -49,7 +49,7 @@ def train_engine(
     Args:
         engine: the engine, which counts micro-batches itself and steps when its accumulation is complete.
         loss_of: runs the forward of a micro-batch, by its number.
-        micro_batches: how many.
+        micro_batches: number of micro-batches.
         with_memplug: attach memplug, with the engine's own block.
         short: see `run_short`; only for engines that step after each micro-batch.
         gradients: whether to return digests of each micro-batch's gradients.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # imported before any group exists: its defaults hold the group of that time
+import torch.distributed.nn.functional  # imported before any group exists, since its defaults hold the group at import
 
 from tests.support.blocks import Layer
 from tests.support.native_forward import Keeps

@@ -41,7 +41,7 @@ LAYERS = {
 
 
 def main() -> None:
-    """Write the cases in which this rank's gradients differ into the folder on the command line."""
+    """Write into the folder on the command line the cases in which this rank's gradients differ."""
     dist.init_process_group("gloo")
     differ = []
     for name, layer in LAYERS.items():

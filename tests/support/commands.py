@@ -48,7 +48,7 @@ def run_command(folder: Path, words: Sequence[object]) -> Ended:
 
 
 def main() -> None:
-    """Run the command of the command line `FILE WORDS...`, and write its result to the file."""
+    """Run `memplug WORDS...`, and write the result to `FILE`; this process's arguments are `FILE WORDS...`."""
     done = CliRunner().invoke(app, sys.argv[2:], catch_exceptions=False)
     ended = Ended(exit_code=done.exit_code, stdout=done.stdout, stderr=done.stderr)
     Path(sys.argv[1]).write_text(json.dumps(asdict(ended)))

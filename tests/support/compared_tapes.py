@@ -15,7 +15,7 @@ from tests.support.native_forward import Run
 from tests.support.reference_tape import Recording, Tape
 
 AUTOGRADS_OWN = {"aten::detach", "aten::clone"}
-# operators that gloo runs to return a result: one takes this rank's part of a sum, the other copies it to the output
+# operators that gloo runs to return a result: they take this rank's part of a sum, and copy the part to the output
 BACK_ENDS_OWN = {"c10d::_reduce_scatter_base_": ["aten::chunk", "aten::copy_"]}
 (UNFILLED,) = (bit for bit, reason in REASONS.items() if reason == "memory that no operator was seen to fill")
 
@@ -41,7 +41,7 @@ def compare(tape: Any, reference: Tape) -> None:
     """
     found, at = records_of(tape), 0
     called: dict[int, int] = {}
-    copied: dict[int, int] = {}  # storage of a copy that torch itself made -> the storage that it stands for
+    copied: dict[int, int] = {}  # storage of a copy that torch itself made -> the original's storage
     theirs = _without_back_ends_own(reference.records)
     for record in theirs:
         name = record.func._schema.name

@@ -177,7 +177,7 @@ def _fields(config: Any) -> dict[str, Any]:
                 fields[name] = _size(name)
     heads = vars(config).get("num_attention_heads")
     if "num_key_value_heads" in fields and vars(config)["num_key_value_heads"] == heads:
-        fields["num_key_value_heads"] = fields["num_attention_heads"]  # heads that share no keys still share none
+        fields["num_key_value_heads"] = fields["num_attention_heads"]  # still without grouped queries
     if former:
         fields[_layers_field(config)] = len(layers)
     if hasattr(config, "num_kv_shared_layers"):

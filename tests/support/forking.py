@@ -50,7 +50,7 @@ def launch_forked(
         arguments: the script and its arguments.
         libraries: imported before the ranks are forked; "megatron" pretends that the CPU is a CUDA device, and
             "transformer_engine" adds the stand-in of Transformer Engine.
-        processes: how many ranks.
+        processes: number of ranks.
         module: the first argument is not a file, but the name of a module whose `main` is called.
         time_limit_s: all processes are killed after this time.
         status: the exit status that the ranks must have.
@@ -87,7 +87,7 @@ def _forker(libraries: Libraries) -> _Forker:
 
 
 class _Forker:
-    """The tests' end of the process that forks: starts it when first needed, and again after killing it."""
+    """Sends requests to the process that forks; starts it for the first request, and again after killing it."""
 
     def __init__(self, libraries: Libraries):
         self.command = [sys.executable, "-m", "tests.support.forking", libraries]

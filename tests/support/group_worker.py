@@ -1,4 +1,4 @@
-"""Records collectives of a process group on tapes, ends the group, and counts its threads before, during and after."""
+"""Records collectives of a process group on tapes, ends it, and counts its threads before, during and after."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def train(
 
     Args:
         layer: the class of the three layers of a `Stack`.
-        steps: how many steps.
+        steps: number of steps.
         network: the class of the model, in place of a `Stack`.
         **tokenwise: settings of the block's "tokenwise" section.
     """
@@ -108,7 +108,7 @@ class Unsaid(torch.autograd.Function):
 
 
 class Pairs(nn.Module):
-    """Runs two kinds of regions in turn, the second on the two tensors that the first returns."""
+    """Runs regions of two kinds in turn: `first` returns two tensors, which `second` gets."""
 
     first: type[nn.Module]
     second: type[nn.Module]

@@ -1,4 +1,4 @@
-"""A small training whose script keeps tensors of its steps, and functions that say which tensors it keeps."""
+"""A small training whose script keeps tensors of its steps; one function for each choice of tensors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,9 @@ class Training:
     """One training step, as a script sees it.
 
     Attributes:
-        model: the model.
-        optimizer: the model's optimizer.
         step: the step's number.
         tokens: the step's input.
         out: the model's output.
-        loss: the step's loss.
         kept: tensors that the script keeps.
         inside: tensors that hooks keep while the step runs; emptied before each step.
     """
@@ -99,7 +96,7 @@ def every_seventh(t: Training) -> None:
 
 
 def activation_at_times(t: Training) -> None:
-    """Keep an activation of each fiftieth step, in its own memory."""
+    """Keep an activation of each fiftieth step itself, not a copy."""
     if t.step % 50 == 20:
         t.kept.append(t.inside[0])
 
@@ -145,7 +142,7 @@ def later(t: Training) -> None:
 
 
 def backward_hooks(t: Training) -> None:
-    """Keep tensors that hooks make in backward: all of them in each ninth step, one in every other step."""
+    """Keep tensors that hooks make in backward: in each ninth step all of them, in the other steps one tensor."""
     t.kept += t.inside[1:] if t.step % 9 == 0 else t.inside[1:2]
 
 
@@ -219,7 +216,7 @@ def train_keeping(
     Args:
         keeper: called after backward and before the optimizer.
         block: the session's block.
-        steps: how many steps.
+        steps: number of steps.
         length: returns the length of a step's sequences.
     """
     torch.manual_seed(0)

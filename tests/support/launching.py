@@ -33,7 +33,7 @@ def launch(
     Args:
         arguments: the script and its arguments.
         launcher: starts the processes; "python" starts one.
-        processes: how many ranks.
+        processes: number of ranks.
         module: the first argument is the name of a module, not a file.
         time_limit_s: all processes are killed after this time.
         env: environment variables to set on top of the usual ones.
@@ -73,8 +73,8 @@ def started(
     Yields:
         The launcher's process, and a function that returns the output so far.
     """
-    # Output goes to a file: processes block on a pipe that is not read, and the test would wait as long as an orphan
-    # keeps a pipe open.
+    # Output goes to a file, not to a pipe: processes would block on a full pipe, and the test would wait for orphans
+    # that keep the pipe open.
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             _command(arguments, launcher, processes, module),
@@ -140,7 +140,7 @@ def _command(arguments: Sequence[str | Path], launcher: Launcher, processes: int
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment with the variables that a script on the CPU needs, and `extra` on top."""
-    binaries = str(Path(sys.executable).parent)  # ninja is there; DeepSpeed looks for it on PATH
+    binaries = str(Path(sys.executable).parent)  # has ninja, which DeepSpeed looks for on PATH
     return {
         **os.environ,
         "PATH": os.pathsep.join([binaries, os.environ.get("PATH", "")]),

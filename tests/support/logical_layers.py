@@ -41,9 +41,9 @@ def logical_layers(trace: Trace, step: int, groups: int) -> tuple[LogicalLayer, 
     Args:
         trace: a trace with operators.
         step: index into `trace.steps`.
-        groups: number of groups for each forward and each backward of a micro-batch; in one with fewer operators, each
-            operator is a group. The paper finds the estimates good up to the model's number of layers. The optimizer
-            is one group.
+        groups: number of groups of each forward and backward of a micro-batch. In a pass with fewer operators, each
+            operator is a group. The optimizer is one group. The paper finds the estimates good up to the model's number
+            of layers.
 
     Returns:
         The groups in execution order. Operators between passes, and operators of forwards without gradients, are in no

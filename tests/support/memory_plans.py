@@ -96,7 +96,7 @@ def decided_plan() -> MemoryPlan:
 
 
 def target(operator: str, mib: int, **fields: Any) -> Target:
-    """Return a swap-list target: one tensor between two uses, the first of them by that operator."""
+    """Return a target of a swap list: one tensor between two uses, of which the first is by that operator."""
     look = {"dtype": "float32", "output": True, "slot": 0, "uses": 1, "kinds": 1, "recent": 1, "tolerance": 4}
     places = {"last_use": 1, "release": 2, "prefetch": 5, "next_use": 6}
     return Target(nbytes=mib * MIB, operator=operator, **{**look, **places, **fields})

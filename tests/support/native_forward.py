@@ -1,4 +1,4 @@
-"""Runs one forward under the native core's observer, without a frame or an executor."""
+"""Runs one forward under the native core's observer, without an executor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Run:
         packed = self.forward.pack()
         self.objects: list[Any] = []
 
-        this = weakref.ref(self)  # a collective's `Work` holds the hook too, and gloo's thread may drop it last
+        this = weakref.ref(self)  # a collective's `Work` holds the hook too, and gloo's thread may release it last
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             run = this()

@@ -1,4 +1,4 @@
-"""Trains a pipeline of two DeepSpeed stages, whose layers memplug does not know, with several blocks."""
+"""Trains a pipeline of two DeepSpeed stages, whose layers memplug does not know, once for each of several blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 8
 
 
 def train(config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the losses of this rank's training, its stage's weights, and what memplug did."""
+    """Return this rank's losses, its stage's weights, and memplug's stage and regions, or its refusal."""
     torch.manual_seed(0)
     module = PipelineModule(
         [LayerSpec(nn.Linear, 16, 16), *[LayerSpec(Block)] * 5, LayerSpec(nn.Linear, 16, 16)],

@@ -59,12 +59,12 @@ def train(settings: dict[str, Any], model: str, seq_len: int, rank: int) -> dict
 
 
 def main() -> None:
-    """Join the other ranks, and train without the block, with it, and again."""
+    """Join the other ranks; train without the block, then with it, then with it again."""
     folder, settings = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
     import deepspeed
     import torch.distributed as dist
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would compile it first
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else DeepSpeed compiles it first
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed("nccl")
     plain = {key: value for key, value in settings.items() if key != "memplug"}

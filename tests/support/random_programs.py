@@ -159,7 +159,7 @@ def _saving_copies() -> AbstractContextManager[Any]:
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    # no cache: a region casts a weight anew for each use, and its gradients are compared to the bit
+    # no cache, since a region casts a weight anew for each use, and gradients are compared to the bit
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
     "deterministic": _deterministic,
@@ -284,7 +284,7 @@ def _is_stateful(layers: tuple[tuple[str, ...], ...], given: str) -> bool:
 
 @st.composite
 def programs(draw: st.DrawFn, most_steps: int = 3) -> Program:
-    """Draw programs of one to three layers, half of which have a step that makes them opaque."""
+    """Draw programs of one to three layers; half of the layers have a step that makes them opaque."""
     program = draw(_programs(most_steps))
     if not _is_stateful(program.layers, program.given):
         return program

@@ -22,12 +22,12 @@ GPUS = re.compile(
 )
 FOREIGN = {"train.py", "pretrain_gpt.py"}  # the reader's own script, and Megatron-LM's
 PLACEHOLDERS = {"FILE", "FOLDER"}  # values of options that the reader replaces
-LARGE_BYTES = 2**30  # states of a model that needs a GPU
+LARGE_BYTES = 2**30  # a model with larger states needs a GPU
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _SETTING = re.compile(r"[A-Z_]+=\S*$")
 _KINDS = r"(?:[A-Z_]+=\S+ )*(?:launch/\w+\.sh|sbatch |torchrun |deepspeed |python3? |pip |accelerate "
 _MEMPLUG = typer.main.get_command(app).commands
-_COMMAND = re.compile(_KINDS + rf"|memplug (?:{'|'.join(_MEMPLUG)})\b)")  # not "memplug is off"
+_COMMAND = re.compile(_KINDS + rf"|memplug (?:{'|'.join(_MEMPLUG)})\b)")  # but not prose such as "memplug is off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def check(command: Command) -> str:
         return _check_launcher(command, first, rest)
     if first in ("python", "python3"):
         return _check_python(command, rest)
-    if first == "memplug" and rest[0] == "run" and rest[1:]:  # in prose, the name alone
+    if first == "memplug" and rest[0] == "run" and rest[1:]:  # prose may have the command's name alone
         parsed = _MEMPLUG["run"].make_context("run", list(rest[1:])).params
         return check(Command(words=tuple(parsed["command"]), environment={}, comment=command.comment))
     if first == "memplug":

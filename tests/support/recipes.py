@@ -10,7 +10,7 @@ from types import ModuleType
 from tests.support.folders import ROOT
 
 FOLDERS = [ROOT / "examples" / name for name in ("megatron_llama2", "llama2")]
-# the recipes' scripts find their modules in these folders, which come last so that they hide no other module
+# the recipes' scripts import modules from these folders, which come last, so that they hide no other module
 sys.path += [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
 
 checkpoint, checks, context, data, layout, memory, settings, text, tiled_loss = (

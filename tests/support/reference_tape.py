@@ -35,9 +35,9 @@ class Tape:
         self.given: set[int] = set()
         self.bytes: list[int] = []  # size of every storage
         self.blank: dict[int, np.ndarray] = {}  # storages without initial values: which bytes no operator has written
-        self.reads_blank = False  # whether an operator read such a byte
+        self.reads_blank = False  # whether an operator read a byte that no operator had written
         self._names: dict[int, int] = {}
-        # while these are held, no new storage, not even one unknown to the tape, gets the address of a freed one
+        # while the tape holds these, no new storage gets the address of a freed storage of the tape
         self._addresses: list[StorageWeakRef] = []
 
     def add(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:

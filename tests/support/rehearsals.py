@@ -29,8 +29,8 @@ def listed(kind: str) -> tuple[Any, tuple[int, ...], list[list[Operator]]]:
     """Return a swap list with every gap of a step, and that step.
 
     Returns:
-        The list's tables, the tensor of each target, and the step: for each outermost operator a list of it and the
-            operators inside of it.
+        The list's tables, the tensor of each target, and the step: for each outermost operator, a list of this operator
+            and the operators inside of it.
     """
     step, core = recorded(kind), native.load()
     candidates = [each for each in gaps(step, 1) if each.nbytes >= 256]

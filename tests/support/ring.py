@@ -43,9 +43,9 @@ def enable() -> None:
 
 
 def set_balanced(balanced: bool) -> None:
-    """Set whether each rank has two parts of a sequence, one from its start and one from its end, or one part.
+    """Set whether each rank has two parts of a sequence, one near the start and one near the end, or a single part.
 
-    With one part, the first ranks have fewer keys to attend to, and run fewer operators.
+    With a single part, the first ranks have fewer keys to attend to, and run fewer operators.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention
 

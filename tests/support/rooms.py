@@ -12,7 +12,7 @@ from tests.support.folders import ROOT
 def copy_without(name: str, left: str, folder: Path) -> dict[str, str]:
     """Copy the package without a technique's room, and return the environment in which Python finds the copy.
 
-    Of the room only the entry `left` stays, or nothing if that is empty.
+    Only the room's entry `left` is copied; if `left` is empty, the whole room is missing.
     """
     shutil.copytree(ROOT / "memplug", folder / "memplug", ignore=shutil.ignore_patterns("__pycache__"))
     for entry in (folder / "memplug" / name).iterdir():

@@ -187,7 +187,8 @@ class _Recorder:
             self.run("forward", micro_batch, layer)
             return
         self.run("saving", micro_batch, layer)
-        # "saving" comes from a recompute, which ends before the layer's output; the next layer saves that output.
+        # "saving" was recorded in a recompute, which ends before it requests the layer's output; so request the output
+        # here. The next layer saves it.
         output = next(act for act in scripts(self.schedule.source)["backward"] if act.script == "forward")
         nbytes = [act.nbytes for act in scripts(self.schedule.source)["forward"] if act.nbytes][output.slot]
         self.live["forward", micro_batch, layer, output.slot] = self.malloc(nbytes, layer)

@@ -96,7 +96,7 @@ def only_plan(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """Return the file of a plan, which no test writes to, and the results of the run that kept it."""
+    """Return a plan's file, to which no test may write, and the results of the run that kept the plan."""
     folder = tmp_path_factory.mktemp("kept")
     first = train(folder)
     assert first.is_first() and first.report["resumed_from"] is None and first.report["not_resumed_because"] is None

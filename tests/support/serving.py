@@ -46,7 +46,6 @@ class Run:
 
     Attributes:
         losses: the losses of all steps and validations, and then the sum of all parameters.
-        report: the session's report.
         mismatched: for each step, the requests that the plan had no bytes for.
         states: states of the arena after each step.
     """
@@ -86,7 +85,7 @@ def train(
     Args:
         block: the session's block.
         model: makes the model.
-        steps: how many steps.
+        steps: number of steps.
         validate: steps between validations; 0: none.
         length: returns the length of a step's sequences.
         around: makes a context around each step's forward and backward.

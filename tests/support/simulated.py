@@ -146,7 +146,7 @@ class UnscheduledDevice(LeavesOut, CudaDevice):
 
 
 class SimulatedDevice(LeavesOut, ScriptedDevice):
-    """See the module's text. A context manager around the code under test: operators inside tick the compute clock."""
+    """A context manager around the code under test (see the module): operators inside tick the compute clock."""
 
     def __init__(self, schedule: str, seed: int = 0, missing: Wait | None = None):
         self.schedule = schedule

@@ -33,7 +33,7 @@ Run = Callable[..., Any]
 
 
 def difference(run: Run, reference: Run, inputs: Sequence[torch.Tensor], module: Any = None) -> float:
-    """Return the largest difference of outputs and of gradients of inputs and parameters, over the largest value."""
+    """Return the largest difference of outputs and of gradients (inputs, parameters), relative to the largest value."""
     parameters = list(module.parameters()) if module is not None else []
     found = []
     for one in (run, reference):

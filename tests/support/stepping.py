@@ -27,7 +27,7 @@ ALPHAS = dict(zip(candidates.LINK_FACTORS, (0.5, 0.25, 1.0, 0.125, 0.75, 0.0), s
 
 
 class Played:
-    """A recorder of operators that never ran."""
+    """A recorder of operators that a test names, and that never ran."""
 
     device = torch.device("cpu")
     suspended = contextlib.nullcontext()
@@ -89,7 +89,6 @@ class Led:
     Args:
         session: memplug's session.
         model: the stack that trains with memplug.
-        recorder: the session's recorder.
     """
 
     def __init__(self, session: Session, model: Stack, recorder: Played):
@@ -99,7 +98,7 @@ class Led:
         self.plans: list[Any] = []  # settings of the regions in each step
 
     def step(self, length: int = 6, operators: Sequence[int] = (), times: int = 1, exact: bool = False) -> Stage:
-        """Train steps on sequences of this length that run these operators; return the stage after the last."""
+        """Train steps that run these operators, on sequences of this length; return the stage after the last step."""
         for _ in range(times):
             self.plans.append(settings(self.session))
             x = torch.randn(2, length, 16, generator=torch.Generator().manual_seed(len(self.stages)))
@@ -156,5 +155,5 @@ def plans_by_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def solve_by_alpha(regions: list[plan.PlannedRegion], budget: plan.Budget, factor: float) -> plan.TokenwisePlan:
-    """Return a plan that certainly differs between link factors: each swaps its own fraction (`ALPHAS`)."""
+    """Return a plan that differs for each link factor: it swaps that factor's own fraction of rows (`ALPHAS`)."""
     return plan.solve(regions, budget, ALPHAS[factor])

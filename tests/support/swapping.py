@@ -13,8 +13,8 @@ from tests.support.traces import Recording
 def step(candidates, *, other_bytes=0, operators=12, budget_bytes, seconds=1.0, rate=10.0, busy_s=0.0, **kwargs):
     """Return a problem whose candidates (nbytes, last use, next use) are live from the last use to the next one.
 
-    `other_bytes` are in use besides, one number for all operators or one for each. Operators take `seconds` each, and
-    the link copies `rate` bytes a second.
+    Other memory takes `other_bytes`: one number for all operators, or a number for each. Each operator takes `seconds`,
+    and the link copies `rate` bytes per second.
     """
     in_use = np.zeros(operators, np.int64) + np.asarray(other_bytes)
     for nbytes, last_use, next_use in candidates:
@@ -80,7 +80,7 @@ def fewest_bytes(problem, *, longest_stall_s):
 
 
 def with_an_optimizer():
-    """Return a step of three operators, the second of which needs 100 bytes, and an optimizer that needs 80.
+    """Return a step of three operators and an optimizer: the second operator needs 100 bytes, the optimizer 80.
 
     The optimizer's state of 50 bytes exists beforehand.
     """

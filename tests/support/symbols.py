@@ -1,4 +1,4 @@
-"""Names that memplug relies on in other packages, which are not installed, or which it supports in several versions.
+"""Names in other packages on which memplug relies: packages that are not installed, or that have several versions.
 
 `tests.support.check_symbols` compares them with those packages' sources. A symbol is "module:name". The name may have
 members ("module:Class.method"), and in brackets the parameters that memplug passes by name ("module:function(a, b)"; a
@@ -159,7 +159,7 @@ FLASH_ATTN_3 = Package(
             Text("TORCH_LIBRARY(flash_attn_3,", _FA3),
             Text('m.def("fwd(', _FA3),
             Text('m.def("bwd(', _FA3),
-            # memplug captures no operator that writes; the C++ one declares a write to `out`, the Python one does not
+            # memplug captures no operator that writes; the C++ operator declares a write to `out`, the Python one none
             Text('"flash_attn_3::_flash_attn_forward", mutates_args=()', "hopper/flash_attn_interface.py"),
             Text('"flash_attn_3::_flash_attn_backward"', "hopper/flash_attn_interface.py"),
         ),

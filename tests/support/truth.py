@@ -63,7 +63,7 @@ class Truth:
         return before
 
     def _recorded(self) -> int:
-        """Return the number of operators of the recording so far, or of all of it once it has ended."""
+        """Return the number of operators of the recording: so far, or of the whole recording once it has ended."""
         return self._recorder._native.running_operator() + 1 if self._recorder.recording else self._seen
 
     def watch_nodes(self, end: torch.Tensor, begins: list[torch.Tensor], layer: int) -> None:
@@ -85,7 +85,7 @@ class Truth:
             parameter.register_post_accumulate_grad_hook(lambda *_: self.at(None) and None)
 
     def check(self, trace: Trace) -> dict[Where, int]:
-        """Assert that every operator of the trace is where the model reported it, and return the counts by place.
+        """Assert that the trace has each operator at the place that the model reported; return the counts by place.
 
         Raises:
             AssertionError: names the first operator that the trace has in another place.

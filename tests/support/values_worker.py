@@ -42,7 +42,7 @@ class Router(nn.Module):
 
 
 class RoutedLayer(nn.Module):
-    """A layer that reads how many tokens each expert gets, and which ones."""
+    """A layer that reads how many tokens each expert gets, and which tokens these are."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ def found_in(kind: str, step: list[list[Operator]]) -> list[int]:
 
 
 def edited(step: list[list[Operator]], share: float, chance: random.Random) -> tuple[list[list[Operator]], set[int]]:
-    """Return a step edited at a share of its outermost operators, and the tensors that removed operators used.
+    """Edit a step at this share of its outermost operators; return it, and the tensors that removed operators used.
 
     An edit inserts an operator, removes one, or exchanges two neighbours.
     """
@@ -90,7 +90,7 @@ def test_tensors_of_another_size_or_dtype_do_not_match() -> None:
 
 
 def test_place_in_the_program_recovers_after_changed_operators() -> None:
-    """Expect the planned places again at most ten operators after the change."""
+    """Expect the planned places again within ten operators of the change."""
     program = [number % 17 for number in range(200)]
     places = extension.load().program_places
     assert places(program, program) == list(range(200))

@@ -1,4 +1,7 @@
-"""Under a swap list memplug follows repeated steps by their memory requests alone."""
+"""Steps that repeat under a swap list are followed: memplug sees only their memory requests, not their operators.
+
+A followed step departs by a request that the repeated step did not make. From there on memplug sees all operators.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ pytestmark = pytest.mark.device
 def test_repeated_steps_are_followed_until_one_differs() -> None:
     training = Training()
     training.until_it_swaps()
-    for repeated in (0, 0, 0, 0, 1, 2):  # memplug follows a step once three steps equalled their predecessors
+    # memplug follows a step once three steps in a row equalled the step before them
+    for repeated in (0, 0, 0, 0, 1, 2):
         training.step()
         assert training.report["swap_repeated"] == repeated
     tensors, found = training.report["swap_tensors"], training.report["swap_found"]
@@ -25,6 +29,7 @@ def test_repeated_steps_are_followed_until_one_differs() -> None:
     training.step(ROWS // 2)
     training.step(ROWS // 2)
     assert training.report["swap_repeated"] == 2
+    # after a departure memplug needs six alike steps; the first of them equals the step that it learnt last
     for repeated in (
         2,
         2,
@@ -34,7 +39,7 @@ def test_repeated_steps_are_followed_until_one_differs() -> None:
         2,
         3,
         4,
-    ):  # after a step that differs it takes six, of which the first equals the step learnt last
+    ):
         training.step()
         assert training.report["swap_repeated"] == repeated
     assert training.report["swap_found"] == found + 8 * tensors and training.report["swap_demanded"] == 0
@@ -109,7 +114,7 @@ def test_earlier_tensors_cannot_be_offloaded_once_a_followed_step_differs() -> N
             loss = loss + training.plain(x)
     del loss
     training.session.step()
-    loss = training.model(x)  # in the next step memplug can offload them
+    loss = training.model(x)  # memplug sees this step's operators, so it can offload their tensors
     for _ in range(8):
         loss = loss + training.plain(x)
     loss.backward()
@@ -117,7 +122,10 @@ def test_earlier_tensors_cannot_be_offloaded_once_a_followed_step_differs() -> N
 
 @pytest.mark.cpu("a device has more memory than requested")
 def test_no_tensor_is_offloaded_inside_a_kernel_where_the_step_differs() -> None:
-    """Differ inside a kernel: memplug did not see it begin, and it may hold addresses after its operators are over."""
+    """Let a followed step depart inside a kernel whose beginning memplug did not see.
+
+    The kernel may hold addresses after its operators have ended.
+    """
     x, training = torch.ones(ROWS, 8), Training()
     training.until_it_swaps()
     training.until_it_repeats()
@@ -132,7 +140,7 @@ def test_no_tensor_is_offloaded_inside_a_kernel_where_the_step_differs() -> None
 
     @torch.library.custom_op("memplug_tests::kernel", mutates_args=())
     def kernel(x: torch.Tensor) -> torch.Tensor:
-        torch.empty(12345)  # a request that the followed step did not make
+        torch.empty(12345)  # a request that the repeated step did not make
         copy = x.clone()
         left_inside.append(short())
         return copy

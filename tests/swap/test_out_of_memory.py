@@ -1,4 +1,4 @@
-"""A step that does not fit completes with the same numbers, only slower, or raises an error that says why."""
+"""A step that does not fit completes more slowly, with the same numbers, or raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_first_step_that_does_not_fit_completes_by_algorithm_3(expected: list[fl
 
 @pytest.mark.cpu("its allocator rounds, and earlier blocks are in the way")
 def test_recording_is_the_same_whether_or_not_memory_is_short() -> None:
-    """Expect tensors to count as in use even while they are offloaded for a failed request."""
+    """Expect the recording to count tensors as in use even while they are offloaded for a failed request."""
     traces = []
     for limit_bytes in (100 * TENSOR_BYTES, LIMIT_BYTES):
         with memplug.attach(model := Deep(), block(limit_bytes / GIB)) as session:

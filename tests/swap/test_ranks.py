@@ -1,4 +1,4 @@
-"""Two real processes whose budgets differ, under every stage of ZeRO: each swaps by a list of its own."""
+"""Two real processes with different budgets, under every stage of ZeRO: each swaps by a list of its own."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def cases_of(stage: int) -> dict[str, Any]:
         "arena": {"enabled": False},
     }
     budgets = {"device_budget_gib": BUDGETS_GIB}
+    # with swapped optimizer states the budget has to hold the parameters, even on the CPU
     states = {
         **block,
         "swap": {**block["swap"], "states": True},
-    }  # if states are swapped, parameters count on the CPU too
+    }
     more = {"device_budget_gib": [budget + STATES_GIB for budget in BUDGETS_GIB]}
     return {
         f"plain {stage}": {**both, "memplug": None},

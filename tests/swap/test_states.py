@@ -79,7 +79,11 @@ Between = Callable[[nn.Module, torch.optim.Optimizer, Any], Any]
 def run(
     steps: list[Between], budget_gib: float | None, **optimizer: Any
 ) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
-    """Train these steps, without memplug if no budget is given; return parameters and states, and a report per step."""
+    """Train one step for each entry of `steps`; without a budget, train without memplug.
+
+    Returns:
+        The parameters and the optimizer's states at the end, and a report for each step.
+    """
     gc.collect()
     torch.manual_seed(0)
     model = Wide()

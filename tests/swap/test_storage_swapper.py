@@ -211,7 +211,7 @@ def test_offloaded_values_are_correct_on_another_stream(swapper: Any) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        swapper.prefetch(1)  # no effect on a side stream
+        swapper.prefetch(1)  # does nothing on a side stream
         assert swapper.counters["prefetches"] == 0
         doubled = tensor * 2
         tensor.mul_(3)

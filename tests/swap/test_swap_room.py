@@ -67,7 +67,10 @@ def test_step_fits_exactly_if_no_request_failed() -> None:
 
 
 def test_budget_of_list_counts_reserved_memory_as_tokenwise_does() -> None:
-    """Subtract torch's cache if there is no arena; otherwise holes, and later the reserved bytes measured in a step."""
+    """Without the arena, subtract torch's cache.
+
+    With the arena, subtract holes; once a step has been measured, subtract its reserved bytes beyond the peak instead.
+    """
     memory = Counted()
     device = SimpleNamespace(kind="cuda", memory=memory)
     without, served = Reserved(memory), Reserved(memory, lambda: Served(wanted=True, whole=True))

@@ -24,7 +24,10 @@ pytestmark = pytest.mark.device
 
 @pytest.fixture(params=["seen", "followed"])
 def training(request: pytest.FixtureRequest) -> Training:
-    """Return a training under a list; memplug observes its operators, or follows repeated steps by their requests."""
+    """Return a training under a list; memplug sees its operators ("seen"), or only its requests ("followed").
+
+    Followed steps are explained in test_followed_steps.py.
+    """
     training = Training()
     training.until_it_swaps()
     if request.param == "followed":
@@ -234,7 +237,8 @@ def test_second_run_swaps_from_its_first_step(tmp_path: Path) -> None:
     assert report["recorded_steps"] == 1 and report["swap_peak_bytes"] is not None, (
         "one step is recorded to measure its peak"
     )
-    # memplug sees no operators before a run's first forward, so it misses a few tensors until it knows its place.
+    # memplug sees no operators before a run's first forward, so it misses tensors until it knows the place in the
+    # program.
     assert report["swap_found"] + report["swap_missed"] == 3 * report["swap_tensors"]
     assert 2 * report["swap_tensors"] < report["swap_found"]
 

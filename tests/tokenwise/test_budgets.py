@@ -19,7 +19,10 @@ CUDA = CudaDevice(0)
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Fake 80 GiB: other processes hold 10; this one reserves 20 now, and at its peak reserved 40 for 32 of tensors."""
+    """Fake a device of 80 GiB, 10 of which other processes hold.
+
+    This process reserves 20 GiB now. At its peak it reserved 40 GiB, of which tensors used 32.
+    """
     said = {"free": 50 * GIB, "reserved": 20 * GIB, "most_reserved": 40 * GIB, "most_allocated": 32 * GIB}
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (said["free"], 80 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: said["reserved"])
@@ -91,7 +94,7 @@ def test_cpu_keeps_nothing_without_an_explicit_budget() -> None:
 
 
 def require(*ranks: tuple[float | None, float | str]) -> None:
-    """Check the budgets of ranks, given as the observed step's peak and the budget, in GiB."""
+    """Check the budgets of ranks; each rank has its observed step's peak and its budget, in GiB."""
     everyone = [(int((peak_gib or 0) * GIB), budget_gib) for peak_gib, budget_gib in ranks]
 
     def gather(value: tuple[int, float | str]) -> list[tuple[int, float | str]]:

@@ -86,7 +86,7 @@ def test_ranks_with_equal_regions_plan_with_their_smallest_budget() -> None:
 
 
 def test_all_ranks_plan_with_the_smallest_memo_fraction() -> None:
-    """In 10 s, beside the input's 100 bytes, 50 bytes/s carry 400 of 1000 bytes, and 30 bytes/s carry 200."""
+    """Within 10 s a link carries the input's 100 bytes and, of 1000 more, 400 at 50 bytes/s or 200 at 30 bytes/s."""
     ranks = Ranks([([layer()], budget(d2h=rate)) for rate in (50.0, 30.0)], alpha="memo")
     assert ranks.plans[0] == ranks.plans[1] == [plan.solve([layer()], budget(d2h=30.0), 0.2)]
     stages = [([layer("Block:a")], budget(d2h=50.0)), ([layer("Block:b")], budget(d2h=30.0))]
@@ -147,7 +147,7 @@ def test_there_are_at_most_as_many_candidate_plans_as_link_factors() -> None:
 
 
 def test_all_ranks_try_equally_many_plans() -> None:
-    """The first rank has the same plan for any link, the second has several; the first tries its plan as often."""
+    """Expect the first rank, which has the same plan for any link, to try it as often as the second tries its plans."""
     ranks = Ranks([([layer("Block:a")], NOT_BY_LINK), ([layer("Block:b")], BY_LINK)], most=3)
     assert [len(plans) for plans in ranks.plans] == [3, 3]
     assert len({swapped(one) for one in ranks.plans[0]}) == 1

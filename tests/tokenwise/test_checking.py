@@ -116,7 +116,7 @@ def test_forward_time_excludes_waits_for_copies(tape: Any, expected: float) -> N
 
 
 class SlowLink(ScriptedDevice):
-    """A device with its own clock: each stamp takes a tick, and each copy its bytes divided by `RATE`.
+    """A device with its own clock: a stamp takes one tick, and a copy takes its bytes divided by `RATE` in seconds.
 
     Nothing else runs during a copy.
     """
@@ -135,7 +135,8 @@ class SlowLink(ScriptedDevice):
 
 
 TOKENS = 96
-ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)  # of a block's matmuls, except the last one, which backward does not need
+# bytes of a block's matmul outputs, without the last one, which backward does not need
+ROW_BYTES = 4 * TOKENS * (48 + 16 + 32 + 32)
 INPUT_BYTES = 4 * TOKENS * 16
 WHOLE_BYTES = 4 * TOKENS * (16 + 16 + 2)  # a block's input, attention's output, and the softmax's sums
 HOST_TENSORS = 7
@@ -195,7 +196,7 @@ def figures(report: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def host_bytes_of(session: Session, alpha: float) -> int:
-    """Return the host bytes that the offloading layers need."""
+    """Return the host bytes that a step at this alpha needs for the layers that offload."""
     sending = sum(not each.native.offloads_late for each in session._attached.regions)
     return int(sending * (WHOLE_BYTES + alpha * ROW_BYTES + HOST_TENSORS * (HOST_ROW_BYTES - 1)))
 

@@ -1,4 +1,4 @@
-"""The recorded step shows how much memory swapped tensors may use, by phase, without raising its peak."""
+"""The recorded step shows how much memory swapped tensors may use, by phase, without raising the step's peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions are shown as the plan has them: in words, as JSON, as bars beside the map, and beside another plan's."""
+"""Decisions are shown as the plan has them: in words, as JSON, as bars beside the address map, in diffs."""
 
 from __future__ import annotations
 

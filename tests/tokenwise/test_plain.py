@@ -105,7 +105,7 @@ def test_plain_plan_releases_the_pinned_memory_of_other_plans() -> None:
 
 
 def test_plain_region_runs_the_forward_of_its_own_class() -> None:
-    """The exception is the first region of each kind, which checks the size of its inputs."""
+    """Expect one exception: the first region of each kind, which checks the size of its inputs."""
     training = Training(device_budget_gib=1)
     with training.session as session:
         assert all(type(layer) is not Block for layer in training.model.layers)
@@ -237,7 +237,7 @@ def test_some_regions_are_plain_while_others_follow_the_plan(monkeypatch: pytest
         assert session._attached.executor.transfer.offloaded_total_bytes > moved
         training.step()
         sent, expected = session.report().tokenwise.offloaded_step_bytes, session.report().tokenwise.expected_step_bytes
-        assert sent == pytest.approx(expected, rel=TOLERANCE) and sent > 0  # attention's random seeds stay
+        assert sent == pytest.approx(expected, rel=TOLERANCE) and sent > 0  # attention's random seeds are not sent
         assert training.step(tokens=18) == 6
 
 

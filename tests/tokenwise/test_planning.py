@@ -213,7 +213,7 @@ def group(instances: int, fractions: dict[int, float], keep: tuple[int, ...] = (
 
 
 def decided(region: Region, index: int, func: Any) -> tuple[float, bool]:
-    """Return the fraction of operator `index` to swap, and whether it stays on the device."""
+    """Return which fraction of operator `index`'s output is swapped, and whether the output stays on the device."""
     return region.native.decide(index, func._schema.name, func._schema.overload_name)
 
 
@@ -296,7 +296,7 @@ def test_only_kept_outputs_that_backward_reads_stay_captured() -> None:
 
 
 class Doubled(Block):
-    """A layer whose backward needs no output of its last two matmuls: it keeps less than it would recompute."""
+    """A layer whose backward needs no output of its last two matmuls: keeping takes fewer bytes than recomputing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)

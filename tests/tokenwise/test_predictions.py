@@ -33,7 +33,7 @@ class ByNumpy(Layer):
 
 
 class Sorts(Layer):
-    """A layer with a choice, which is always captured, so that a recompute pass repeats it."""
+    """A layer with a choice by values; memplug always captures it, so that a recompute pass repeats the choice."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(self.norm(x))
@@ -43,7 +43,7 @@ class Sorts(Layer):
 
 @pytest.fixture(autouse=True)
 def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that sets the link's rate in bytes per second, at first too fast to limit a plan."""
+    """Return a function that sets the link's rate in bytes per second; the first rate is too high to limit a plan."""
 
     def of_rate(rate: float) -> None:
         monkeypatch.setattr("memplug.device.device.Device.link_rates", lambda device: (rate, rate))
@@ -78,7 +78,7 @@ def trained(
         while session.stage is not Stage.STABLE:
             step()
         executor = session._attached.executor
-        refusals = executor.transfer.refused  # before there was a plan
+        refusals = executor.transfer.refused  # refused before there was a plan
         executor.pool.rows.peak_bytes = 0
         for _ in range(3):
             step()
@@ -115,7 +115,7 @@ def test_memo_plan_offloads_one_fraction_as_predicted(caplog: pytest.LogCaptureF
 
 def test_plan_swaps_only_the_input_of_an_opaque_region() -> None:
     opaque, seen = trained(ByNumpy), trained(Block)
-    inputs = 2 * 4 * 12 * 16  # of 4 layers: the first's needs no gradient, the last's stays on the device
+    inputs = 2 * 4 * 12 * 16  # 2 of 4 layers: the first's input needs no gradient, the last's stays
     assert opaque["offloaded_step_bytes"] == inputs < seen["offloaded_step_bytes"]
     assert opaque["predicted_regions_s"] == pytest.approx(opaque["predicted_full_recomputation_s"], rel=0.01)
 

@@ -12,7 +12,7 @@ from memplug.tokenwise.engine.buffers import IN_PLACE
 from tests.support.random_programs import Program, programs
 
 FOUND = (
-    # graphs of which parts live on after their saved tensors were consumed
+    # graphs, parts of which outlive the use of their saved tensors
     Program((("raises", "routed", "gradient inside"),) * 2, "same tensor", ("anomaly",), ("twice",) * 3),
     # an operator that raises in a dispatch mode, in a step whose operators are timed
     Program((("raises",),), modes=("dispatch mode",), schedule=("plain",) * 4),
@@ -28,19 +28,19 @@ FOUND = (
     Program((("sets data", "raises"),), schedule=("inferred", "plain")),
     # outputs of a swapped operator that are too small to swap
     Program((("norm",), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
-    # a choice in an opaque region
+    # a choice by values in an opaque region
     Program((("resizes", "sorts"), ()), schedule=("plain",) * 6, entry="scaled", arena=False),
     # a sparse tensor that a module saves and makes again
     Program((("skips", "later sparse"),), schedule=("micro batches",) * 2, entry="scaled", turn=1, arena=False),
     # a bias that is written to before its region runs again
     Program((("address", "sin"),), schedule=("written between", "written between backwards")),
-    # a parameter that is stepped in backward, and that a gradient inside the forward reads too
+    # a parameter that is stepped in backward, and is also read by a gradient inside the forward
     Program((("sparse", "gradient of leaf"),), schedule=("stepped in backward",)),
-    # a buffer that the next forward writes to, for which torch's backward raises
+    # a buffer to which the next forward writes, so that backward without memplug raises
     Program((("moves in place", "renames"),), schedule=("reversed",)),
     # a region that is opaque only once there is a plan
     Program((("later raises",), ()), schedule=("plain",) * 6, entry="scaled", turn=4, arena=False),
-    # forwards of one step, one of which gets inputs that need a gradient
+    # a step with several forwards; one of them gets inputs that need a gradient
     Program((("raises",),) * 2, "with gradient", schedule=("interrupted",) * 7),
     # a region that disables saved-tensor hooks
     Program((("sin",),), modes=("without hooks",)),

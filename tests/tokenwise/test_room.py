@@ -69,7 +69,7 @@ def test_room_is_short_if_the_allocator_retried_and_the_plan_exceeds_it() -> Non
     room, memory = room_for(Served(wanted=True))
     plan = decisions(600)
     room.is_short(None)
-    memory.own_bytes = 1100  # of which plans may use 1012
+    memory.own_bytes = 1100  # plans may use 1012 of them
     assert not room.is_short(plan) and not room.is_short(plan), "the allocator did not retry"
     memory.retries += 1
     assert not room.is_short(plan) and not room.is_short(plan), "the plan fits"
@@ -212,8 +212,8 @@ def test_plan_keeps_less_after_another_process_fills_the_device(other: Other) ->
             step()
         assert session.stage is Stage.STABLE and session.report().tokenwise.plain_regions == 3
         torch.cuda.empty_cache()
-        torch.empty(192 * MIB, dtype=torch.uint8, device="cuda")  # the allocator's cache holds it now
-        other.take_all_but(56 * MIB)  # not enough, even if earlier tests' memory is freed now
+        torch.empty(192 * MIB, dtype=torch.uint8, device="cuda")  # torch's allocator then has these bytes in its cache
+        other.take_all_but(56 * MIB)  # too little for the plan, even if earlier tests' memory is freed now
         step()
         step()
         assert session.stage is Stage.WARM_UP and session.report().tokenwise.plain_regions == 0

@@ -63,7 +63,7 @@ def test_buffers_are_reserved_before_the_first_planned_step() -> None:
 
 
 def test_counted_allocations_equal_the_requests_that_buffers_save() -> None:
-    """Compare the counter that other tests trust with the allocator's own requests of one step."""
+    """Compare the counter that other tests read with the requests that the allocator gets in one step."""
 
     def requests(buffered: bool) -> tuple[int, int]:
         model, reference = pair()
@@ -173,7 +173,7 @@ def test_plan_leaves_room_for_buffers_of_the_largest_region() -> None:
 
 
 def test_plan_with_rounding_buffers_keeps_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception is a plan that keeps everything, since it prefetches nothing."""
+    """Expect one exception: a plan that keeps everything, since it prefetches nothing."""
 
     def kept(room_bytes: int, buffers: int) -> tuple[int, bool]:
         model, reference = pair()

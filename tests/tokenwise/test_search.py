@@ -67,7 +67,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Yield the only clock of a search."""
+    """Yield the clock that every device reads."""
     made = Clock()
     monkeypatch.setattr("memplug.device.device.Device.now_s", lambda device: made.now)
     return made

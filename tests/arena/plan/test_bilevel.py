@@ -1,4 +1,4 @@
-"""The bilevel planner finds layers by their requests, places one of each pattern, and repeats its addresses."""
+"""The bilevel planner finds layers with the same requests, places one of them, and repeats its addresses for all."""
 
 import dataclasses
 import time

@@ -21,7 +21,7 @@ def planned(step: Trace):
 
 
 def two_layers(*, frees: bool = True) -> Trace:
-    """Return a step with static requests, and requests of experts in forward, freed in backward if `frees`."""
+    """Return a step with static requests, and requests of experts in forward, which backward frees if `frees`."""
     recording = Recording()
     recording.step()
     recording.phase(Pass.FORWARD, 0)

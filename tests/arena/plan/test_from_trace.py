@@ -49,7 +49,7 @@ def replayed(trace, step, alignment):
 
 
 def extra_buffers(trace, step, alignment, rows, ids):
-    """Count the extra buffers that each (size, stream) of the outliving `rows` needs."""
+    """Count the extra buffers, for each (size, stream), that `rows` of requests that outlive the step need."""
     during = trace.step_events(step) if trace.steps else slice(0, len(trace.events))
     events = trace.events[during]
     numbers = np.cumsum(events["kind"] == EventKind.MALLOC) - 1

@@ -66,7 +66,7 @@ def test_compiled_placement_matches_python_and_first_fit(problem, data):
 @pytest.mark.parametrize("tightest", [False, True])
 @pytest.mark.parametrize("longest", [20, 3000])
 def test_compiled_placement_of_thousands_of_buffers_matches_python(tightest, longest):
-    # More buffers than one block of a `Shelf` (place.cpp) holds, and more than one of its stretches of time.
+    # More buffers than fit into one block of a `Shelf` (place.cpp), in more than one of the shelf's stretches of time.
     placer = Placer.of(random_table(3000, seed=longest, longest=longest))
     order = np.random.default_rng(1).permutation(3000)
     offsets = placer.place(order, tightest=tightest)

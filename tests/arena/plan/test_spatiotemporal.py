@@ -1,4 +1,7 @@
-"""STWeaver's planner groups requests by phase, fuses groups if denser, and places them by size in few layers."""
+"""STWeaver's planner groups requests by phase and fuses groups if that is denser.
+
+It places the groups by size, in few memory layers.
+"""
 
 import numpy as np
 import pytest
@@ -27,7 +30,7 @@ def test_algorithm_1_needs_one_memory_layer_per_simultaneous_request(drawn):
 
 
 def test_request_goes_to_the_memory_layer_that_became_free_last():
-    # Both memory layers are free at 6: one since 2, the other since 5.
+    # Both memory layers are free at 6: one became free at 2, the other at 5.
     layers = memory_layers([(0, 2), (1, 5), (6, 8)])
     assert layers == [[0], [1, 2]]
 

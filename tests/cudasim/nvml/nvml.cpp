@@ -1,5 +1,5 @@
-// NVIDIA's management library, as far as c10 looks for it before it maps expandable segments: one device, without
-// fabric or NVLink.
+// The calls of NVIDIA's management library that c10 makes before it maps expandable segments. They report one device,
+// without fabric or NVLink.
 #define NVML_API extern "C" __attribute__((visibility("default")))
 
 namespace {

@@ -1,5 +1,5 @@
 // Flash, memory-efficient and cuDNN attention, by plain math in fp32 (fp64 stays). Each returns the results that the
-// real one keeps for backward. Dropout is drawn again in backward, from the seed and offset that forward returned.
+// real operator keeps for backward. Dropout is drawn again in backward, from the seed and offset that forward returned.
 #include <cmath>
 
 #include "operators.h"
@@ -15,7 +15,7 @@ struct Attention {
     std::optional<double> scale;
     Draw drawn;
   };
-  Tensor q, k, v, scores, mask; // mask: that of dropout, scaled
+  Tensor q, k, v, scores, mask; // mask: dropout's, scaled
   double scale;
   int64_t key_heads;
 
@@ -72,7 +72,7 @@ std::optional<double> scale_at(const Stack& s, size_t i) {
   return s[i].isNone() ? std::nullopt : std::optional<double>(s[i].toDouble());
 }
 
-Tensor seed_and_offset(Draw drawn) { // as flash attention keeps them
+Tensor seed_and_offset(Draw drawn) { // as flash attention keeps the two
   const auto both = {static_cast<int64_t>(drawn.seed), static_cast<int64_t>(drawn.offset)};
   return at::tensor(at::ArrayRef<int64_t>(both), at::kLong).view(at::kUInt64);
 }

@@ -75,7 +75,7 @@ void on_device(const std::function<void()>& run, const std::string& name) {
 void queue(const std::string& name, std::function<void()> run, Ranges ranges) {
   std::function<void()> task = [&name, run = std::move(run)] { on_device(run, name); };
   cudasim_enqueue(c10::cuda::getCurrentCUDAStream().stream(), name.c_str(), &task, &ranges);
-  C10_CUDA_CHECK(cudaGetLastError()); // as after each launch
+  C10_CUDA_CHECK(cudaGetLastError()); // as torch does after each launch
 }
 
 void copy_results(const Stack& from, const Stack& to) {
@@ -96,7 +96,7 @@ void copy_results(const Stack& from, const Stack& to) {
   }
 }
 
-// Returns whether a matmul is as large as a benchmark's: its result is then 0, and a message says so.
+// Returns whether a matmul is too large to run here, as a benchmark's are: its result is then 0, and a message says so.
 bool is_too_large(const c10::OperatorHandle& op, const Stack& arguments) {
   const std::string& name = op.operator_name().name;
   return (name == "aten::mm" || name == "aten::bmm") &&

@@ -18,7 +18,7 @@ using at::Tensor;
 using c10::IValue;
 using Stack = std::vector<IValue>;
 
-// The part of the CUDA generator's numbers that one random operator uses, so that states can be kept and replayed.
+// The part of the CUDA generator's numbers that one random operator draws: the operator can draw it again later.
 struct Draw {
   uint64_t seed = 0, offset = 0;
   at::Generator generator() const; // a CPU generator; equal draws give equal generators
@@ -49,7 +49,7 @@ const Info& info_of(const c10::OperatorHandle& op);
 std::map<std::string, Compute> attention_operators();
 std::map<std::string, Compute> other_operators();
 
-// Sets `metas` to the results on the meta device; returns false if only the data tells their shapes.
+// Sets `metas` to the results on the meta device; returns false if their shapes depend on the data.
 bool infer(const c10::OperatorHandle& op, const Info& info, const Stack& arguments, Stack& metas);
 
 // The boxed kernels that replace torch's.
@@ -95,7 +95,7 @@ void visit(const IValue& value, const F& f) {
   });
 }
 
-// Marks `made` as a wrapped number if `of` is one: such a tensor does not decide the type of a result.
+// Marks `made` as a wrapped number if `of` is one: a wrapped number does not decide the type of a result.
 inline void set_wrapped_as(const Tensor& made, const Tensor& of) {
   if (of.unsafeGetTensorImpl()->is_wrapped_number()) {
     made.unsafeGetTensorImpl()->set_wrapped_number(true);

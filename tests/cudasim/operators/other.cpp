@@ -1,4 +1,4 @@
-// Operators besides attention that the CPU has no kernel for, or a different one: dropout, norms.
+// Operators besides attention for which the CPU has no kernel, or a different kernel: dropout, norms.
 #include "operators.h"
 
 namespace cudasim {

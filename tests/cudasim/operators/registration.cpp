@@ -87,7 +87,7 @@ bool is_view(const c10::FunctionSchema& schema) {
   return !returns.empty() && returns[0].alias_info() != nullptr && !returns[0].alias_info()->isWrite();
 }
 
-// Fills new memory with NaN on its stream, so that using it without a wait for that stream shows.
+// Fills new memory with NaN on its stream, so that a use on another stream without a wait gives NaN.
 Tensor poisoned(Tensor tensor) {
   if (tensor.numel() > 0) {
     C10_CUDA_CHECK(cudaMemsetAsync(tensor.data_ptr(), 0xFF, tensor.storage().nbytes(),

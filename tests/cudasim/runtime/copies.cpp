@@ -1,5 +1,5 @@
-// Copies and fills, queued on their stream. Pageable memory is read before the call returns, and written before it
-// returns too: such copies wait, as CUDA documents.
+// Copies and fills, queued on their stream. As CUDA documents, a copy from pageable memory reads it before the call
+// returns; a copy to pageable memory makes the host wait until the memory is written.
 #include <cstring>
 
 #include "memory.h"

@@ -20,8 +20,7 @@ using Ranges = std::vector<Range>;
 
 } // namespace cudasim
 
-// Queues `run` on a stream, as the launch of a kernel would. `name` must live as long as the process. The task is
-// queued in any case. Returns false if it conflicts with a task that it is not ordered after, if races are errors
-// (Races::RAISE).
+// Queues `run` on a stream, as launching a kernel does. `name` must live as long as the process. Under Races::RAISE
+// returns false if the task conflicts with an earlier task and is not ordered after it; queues the task all the same.
 CUDASIM_API bool cudasim_enqueue(cudaStream_t stream, const char* name, std::function<void()>* run,
                                  cudasim::Ranges* ranges);

@@ -1,6 +1,6 @@
 // A graph has the tasks that were queued while its streams were captured. It is replayed in program order, on one
 // stream, so the order between its own tasks is not checked. A capture fails unless every stream joins the origin
-// again.
+// again, the stream on which the capture began.
 #include "graphs.h"
 
 #include "scheduler.h"

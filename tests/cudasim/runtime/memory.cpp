@@ -42,7 +42,7 @@ bool lies_in(const std::map<uintptr_t, size_t>& pieces, const void* pointer, siz
   if (at >= end) {
     return false;
   }
-  for (++it; end < at + bytes && it != pieces.end() && it->first == end; ++it) { // expandable segments
+  for (++it; end < at + bytes && it != pieces.end() && it->first == end; ++it) { // as in expandable segments
     end += it->second;
   }
   return at + bytes <= end;

@@ -1,5 +1,5 @@
-// Each task has a vector clock: the tasks that precede it by its stream's order, by events and by waits of the host.
-// Each byte of device and pinned memory has its last writer, and the readers since.
+// A task's vector clock has the tasks that precede it: by its stream's order, by events or by waits of the host. For
+// each byte of device and pinned memory, the detector stores the last writer and the readers since then.
 #include "races.h"
 
 #include <cstdio>

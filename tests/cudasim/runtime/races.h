@@ -5,8 +5,8 @@
 
 namespace cudasim {
 
-// Notes the bytes that a task reads and writes, while it is queued on the stream. Returns false if the task is not
-// ordered after one that it conflicts with; each such race is reported once.
+// Notes the bytes that a task reads and writes, when the stream queues the task. Returns false at a race: the task
+// conflicts with an earlier one and is not ordered after it. Each race is reported once.
 bool note_accesses(const Stream& stream, const char* task, const Ranges& ranges);
 
 // Forgets the accesses to bytes that are freed.

@@ -85,7 +85,8 @@ void run_next(Stream& stream) {
   }
 }
 
-// Under COPY_FIRST, copies run as early as events allow: between tasks of the default stream, all other ready tasks.
+// Under COPY_FIRST, runs all ready tasks of other streams before the default stream's next task: copies run as early as
+// events allow.
 void run_others_first(const Stream& stream) {
   if (settings().policy != Policy::COPY_FIRST || !stream.is_default) {
     return;

@@ -4,8 +4,8 @@
 
 namespace cudasim {
 
-// Queues a task, checks its accesses, and runs the tasks that the policy runs now. Returns false at a race, if races
-// are errors (Races::RAISE).
+// Queues a task, checks its accesses, and runs the tasks that the policy runs now. With Races::RAISE, returns false at
+// a race.
 bool push(Stream& stream, Task task);
 
 // Queues work that takes this many virtual seconds; negative: as long as it really takes.
@@ -25,8 +25,8 @@ void wait_for(const Mark& mark);
 void wait_for(Stream& stream);
 void wait_for_all();
 
-// Returns the host's time as if the device were another machine: without the time that its work takes on this machine,
-// but with the time that the host would have waited for that work.
+// Returns the host's time as if the device were another machine. The time that the device's work takes on this machine
+// does not count; the time that the host would wait for this work does.
 double now();
 
 } // namespace cudasim

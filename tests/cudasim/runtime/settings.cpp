@@ -1,4 +1,4 @@
-// Environment variables, read when the first of them is asked for.
+// Environment variables, all read when the first setting is needed.
 #include "settings.h"
 
 #include <cstdio>

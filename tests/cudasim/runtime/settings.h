@@ -16,8 +16,8 @@ struct Settings {
   size_t pinned_bytes;       // host memory that can be registered
   bool refuses_to_register;
   bool poison;               // new memory is filled with NaN
-  int queries;               // after this many queries of an event or a stream its tasks run
-  size_t depth;              // with more tasks queued on a stream, the oldest has to run
+  int queries;               // after this many queries of an event or a stream, its tasks run
+  size_t depth;              // if more tasks than this are queued on a stream, the oldest one runs
   double copy_bytes_per_s;   // the link's rate, in the virtual time that events measure
   int capability;            // compute capability, times ten
 };

@@ -35,7 +35,7 @@ struct Mark {
   int queries = 0;
   Stream* stream = nullptr;
   Clock clock;
-  Graph* capture = nullptr; // the graph that it was recorded into, if not into a stream
+  Graph* capture = nullptr; // the graph into which the event was captured; null: none
 };
 using MarkPtr = std::shared_ptr<Mark>;
 

@@ -1,4 +1,4 @@
-"""The search for the largest count that fits, where the memory that each count takes is known."""
+"""The search for the largest count that fits, with steps whose memory for each count is known."""
 
 from __future__ import annotations
 

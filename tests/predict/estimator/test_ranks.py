@@ -1,4 +1,4 @@
-"""Which modes of a DeepSpeed rank are estimated."""
+"""The modes in which a DeepSpeed rank's step is estimated."""
 
 from __future__ import annotations
 

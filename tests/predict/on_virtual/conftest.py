@@ -12,7 +12,7 @@ from tests.support.virtual_devices import SIMPLE
 
 @pytest.fixture
 def device() -> Iterator[VirtualDevice]:
-    """Yield a device on which 1 MB takes 1 s to the host and 0.5 s back, and which reads 1 MB of its memory in 1 ms."""
+    """Yield a device that copies 1 MB to the host in 1 s and back in 0.5 s, and reads 1 MB of its memory in 1 ms."""
     device = VirtualDevice(SIMPLE)
     device.restart()
     yield device

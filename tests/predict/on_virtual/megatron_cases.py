@@ -118,7 +118,7 @@ def test_context_parallel_ranks_share_all_work_equally() -> None:
 
 @pytest.mark.long
 def test_gathered_keys_and_values_of_a_layer_do_not_stay_on_the_device() -> None:
-    """Capture attention's output: this rank's recompute passes then need no keys and values; other ranks' might."""
+    """Capture attention's output: then this rank's recompute passes need no keys and values; other ranks' may."""
     block = {**WITHOUT_ARENA, "swap": {"enabled": False}, "tokenwise": {"alpha": 0.0, "min_offload_bytes": 4096}}
     grown_bytes = {}
     for mode in ("full", "memplug"):

@@ -38,7 +38,10 @@ PLAIN = {"arena": {"enabled": False}, "profiler": {"wait_for_plans": True}}
 
 @pytest.mark.long
 def test_swap_list_keeps_its_budget_and_predicted_stall() -> None:
-    """Run on a link as slow as with both directions busy, as the plan assumes; then on the link's own rates."""
+    """Run first on a link that is always as slow as with both directions busy, as the plan assumes.
+
+    Then run on the link's own rates, at which the stall has to be shorter.
+    """
     hardware = GpuProfile.read(H200)
     both = {"to_host": hardware.to_host_both_bytes_per_s, "to_device": hardware.to_device_both_bytes_per_s}
     device = VirtualDevice(dataclasses.replace(hardware, **{f"{to}_bytes_per_s": both[to] for to in both}))
@@ -120,7 +123,7 @@ def test_memplugs_own_work_is_charged_as_host_time() -> None:
 
     alone_s = step_s()
     taken_s = [step_s(**{name: 1.0}) - alone_s for name in own]
-    hidden_s = 1e-3  # kernel time that the host waits for only if nothing is charged
+    hidden_s = 1e-3  # tolerance: kernel time, for which the host waits only in the run without these costs
     assert taken_s == pytest.approx([layers * _Sines.operators, layers, layers], abs=hidden_s)
 
 

@@ -1,6 +1,6 @@
 """Runs files of cases, each in a process of its own, since torch must know the virtual device before any backward.
 
-Each process is forked from one that has imported the libraries, and calls `main`.
+Each process is forked from a process that has imported the libraries, and calls `main`.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_copy_is_slower_while_the_other_direction_is_busy(device: VirtualDevice)
     assert _ends_s(device, (True, MIB)) == [pytest.approx(MIB / 1e6, rel=1e-3)]
     short_s = 0.25 * MIB / 2e6
     _, end_s = _ends_s(device, (False, MIB // 4), (True, MIB))
-    # The short copy takes twice its time too, although its end was fixed before the long copy was queued.
+    # The short copy slows down too, to twice its time, although its end was fixed before the long copy was queued.
     assert end_s == pytest.approx(MIB / 1e6 + 2 * short_s / 2, rel=1e-3)
 
 
@@ -111,7 +111,7 @@ def test_slowdown_by_a_later_opposite_copy_is_charged_to_the_next_copy(device: V
 
 
 def _flowing_ends_s(queues: list[list[float]]) -> list[float]:
-    """Return the seconds at which two queues of copies end, if both run at half their rates while both copy.
+    """Return the seconds at which two queues of copies end, if each runs at half its rate while the other one copies.
 
     Args:
         queues: For each queue, the seconds that each of its copies takes alone.

@@ -80,7 +80,7 @@ def predicted(case: Case) -> tuple[float, int]:
 
 
 class MixedPrecision:
-    """Adam as in ZeRO 1 on one rank: master weights in one tensor, and a copy of the gradients while it runs."""
+    """Adam as in ZeRO 1 on one rank: master weights in one tensor; during a step, also a copy of the gradients."""
 
     def __init__(self, model: nn.Module):
         self.parameters = list(model.parameters())
@@ -126,12 +126,12 @@ def trained(case: Case) -> tuple[float, int]:
 
 
 def swapped(case: Case) -> list[int]:
-    """Return the blocks that swap, spread evenly, so that one block's copies run while others compute."""
+    """Return the blocks that swap: evenly spread, so that other blocks compute during the copies of one block."""
     return [index * case.layers // case.swap for index in range(case.swap)]
 
 
 def checkpointed(case: Case) -> list[int]:
-    """Return the blocks that checkpoint: the first of those that do not swap."""
+    """Return the blocks that checkpoint: the first blocks among the ones that do not swap."""
     return [index for index in range(case.layers) if index not in swapped(case)][: case.checkpoint]
 
 

@@ -11,7 +11,7 @@ from memplug.predict.virtual.hardware import GpuProfile, Rate
 
 
 def hardware(to_host: float = 1.0, to_device: float = 1.0, **fields: Any) -> GpuProfile:
-    """Return a GPU whose link and collectives move 1 byte per second, and whose memory moves 100."""
+    """Return a GPU whose link and collectives move 1 byte per second; its memory moves 100 bytes per second."""
     rate = {"bfloat16": Rate.always(1e9)}
     values = {
         "name": "counted",

@@ -1,4 +1,4 @@
-"""Predictions of a model that is small enough to count by hand, and bounds of boxes."""
+"""Predictions of a model that is small enough to count by hand, and bounds of boxes of configurations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_step_time_on_one_gpu_sums_passes_optimizer_and_recomputation() -> None:
 
 
 def test_zero_3_step_time_follows_protrains_equations() -> None:
-    """Count 10 s to gather a layer, half of its 20 bytes, 10 s to reduce it, and 8 s each for the embedding."""
+    """Count 10 s to gather half of a layer's 20 bytes, and 10 s to reduce it; each takes 8 s for the embedding."""
     at = configuration(n_buffer=2, n_checkpoint=1)
     chunks = [
         protrain.ChunkTimes(forward_s=f, backward_s=2 * f, recompute_s=r, gather_s=g, reduce_s=g)
@@ -57,7 +57,7 @@ def test_zero_1_reduces_once_per_step_and_zero_2_per_micro_batch() -> None:
 
 
 def test_host_optimizer_overlaps_device_optimizer_but_not_backward() -> None:
-    """Put three chunks on the device, where each rank updates half of 28 parameters; the host updates 30 for both."""
+    """Put three chunks with 28 parameters on the device, where each rank updates half; the host updates 30 for both."""
     everything = PAIR.predict(configuration(offload="optimizer"))
     half = PAIR.predict(configuration(offload="optimizer", n_persist=3))
     on_host_s = 58 * 30 / 50 + 58 * 2 / 2

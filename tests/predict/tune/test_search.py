@@ -30,9 +30,9 @@ class Table:
     """
 
     blocks: int
-    persist: tuple[int, int, int]  # bytes; optimizer's seconds on the device, else on the host
+    persist: tuple[int, int, int]  # bytes; optimizer's seconds for a chunk on the device; on the host
     buffer: tuple[int, int]  # bytes; seconds if it is not buffered
-    swap: tuple[int, int, int]  # bytes on the device, on the host; seconds
+    swap: tuple[int, int, int]  # bytes on the device; bytes on the host; seconds
     checkpoint: tuple[int, int]  # bytes; seconds
 
     def predict(self, at: Configuration) -> Prediction:

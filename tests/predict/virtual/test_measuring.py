@@ -1,4 +1,4 @@
-"""A profile of the machine at hand: its rates are plausible and marked, and the virtual device runs on it."""
+"""A profile of this machine: plausible rates, each marked as measured or assumed; the virtual device runs on it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .value("USE_FOR_PREFETCH", Wait::USE_FOR_PREFETCH)
       .value("DISCARD_FOR_PREFETCH", Wait::DISCARD_FOR_PREFETCH)
       .value("USE_FOR_COMPUTE", Wait::USE_FOR_COMPUTE);
-  py::class_<LeavingOut, Streams, std::shared_ptr<LeavingOut>>(module, "LeavingOut") // the core binds Streams
+  py::class_<LeavingOut, Streams, std::shared_ptr<LeavingOut>>(module, "LeavingOut") // the core binds its base
       .def(py::init<std::shared_ptr<Streams>, std::optional<Wait>>())
       .def("count", [](const LeavingOut& streams, Wait why) { return streams.waits.at(static_cast<size_t>(why)); });
 

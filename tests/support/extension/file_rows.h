@@ -1,4 +1,4 @@
-// Stores rows in a file, for streams in program order; another store of rows needs only such a class.
+// Stores rows in a file, for streams that run in program order. Any other store of rows needs only a class like this.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -1,4 +1,4 @@
-// Streams of a device that leave out one kind of wait everywhere, so that a test can show what that wait protects.
+// Streams of a device that leave out one kind of wait everywhere: a test shows the errors that this wait prevents.
 #pragma once
 
 #include <array>
@@ -72,7 +72,7 @@ class LeavingOut final : public Streams {
     streams_->spend_backward();
   }
 
-  std::array<int64_t, static_cast<size_t>(Wait::USE_FOR_COMPUTE) + 1> waits{}; // how often each kind was requested
+  std::array<int64_t, static_cast<size_t>(Wait::USE_FOR_COMPUTE) + 1> waits{}; // requests for each kind
 
  private:
   const std::shared_ptr<Streams> streams_;

@@ -18,7 +18,7 @@ struct Noting {
 };
 
 inline std::array<Noting, WATCHERS> noting;
-inline std::vector<std::tuple<size_t, std::string, bool>> heard; // order, operator, whether it ended
+inline std::vector<std::tuple<size_t, std::string, bool>> heard; // watcher's order, operator, whether it ended
 
 template <size_t ORDER>
 bool note_beginning(OperatorCall& call) {

@@ -39,7 +39,8 @@ def test_candidate_list_omits_chosen_candidates_and_gaps_without_excess():
     problem = step((*THREE, (40, 10, 11), (50, 0, 2)), other_bytes=0, budget_bytes=80)
     excess = reductions(problem)
     assert np.flatnonzero(excess).tolist() == [1, 2]
-    # The fourth tensor's gap is empty, and the third's lies after the excess; the fifth tensor is the largest.
+    # The budget is exceeded at operators 1 and 2. The third tensor's gap lies after them, and the fourth's is empty.
+    # The fifth tensor is the largest one.
     assert candidate_list(problem, excess, {}) == [0, 4, 1]
     assert candidate_list(problem, excess, {0: NOT_FORCED}) == [4, 1]
 
@@ -59,7 +60,7 @@ def test_copy_waits_while_other_copies_fill_the_link():
     problem = step(THREE, budget_bytes=40, d2h_busy_s=busy, h2d_busy_s=busy)
     assert problem.out_link.finish_s(0.5, 10) == 3.5
     assert problem.in_link.start_s(3.5, 10) == 0.5
-    assert problem.out_link.finish_s(0.0, 10) == 1.0  # done before other copies begin
+    assert problem.out_link.finish_s(0.0, 10) == 1.0  # ends before other copies begin
     assert problem.in_link.start_s(4.0, 10) == 3.0
 
 
@@ -98,7 +99,7 @@ def test_algorithm_2_picks_the_highest_score_that_does_not_stall():
 
 def test_algorithm_2_stalls_only_as_a_last_resort():
     problem = step(THREE, budget_bytes=40)
-    # Without a stall only the first tensor helps, at operators 4 to 6; but it has to be away from 1 to 9.
+    # Without a stall only the first tensor can be on the host, at operators 4 to 6; it has to be there from 1 to 9.
     assert algorithm_2(problem) == {0: (1, 10)}
     assert swap_list(problem).swaps == (Swap(0, 1, 10),)
 
@@ -161,11 +162,11 @@ def test_swap_list_meets_the_budget_and_stalls_only_if_unavoidable(problem):
 
 
 @given(steps(most=20))
-@settings(max_examples=60, deadline=None, derandomize=True)  # about one step in several thousand exceeds the bound
+@settings(max_examples=60, deadline=None, derandomize=True)  # about one drawn step in several thousand fails
 def test_swapped_bytes_exceed_the_best_subset_by_at_most_a_tenth(problem):
     found = swap_list(problem)
     best = fewest_bytes(problem, longest_stall_s=found.simulation.stall_s)
-    # `best` is None if every subset stalls longer than the list.
+    # `best` is None if every subset of swaps stalls longer than the list.
     assert best is None or found.swapped_bytes <= 1.1 * best
 
 

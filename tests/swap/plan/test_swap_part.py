@@ -26,7 +26,7 @@ def budgets(device_bytes, host_bytes=99, rate=100.0):
 
 
 def distinct():
-    """Return the step of `three_tensors` with different operators, so that every use is distinct."""
+    """Return the step of `three_tensors`; each operator has a name of its own, so no two uses look alike."""
     step = three_tensors()
     operators = step.operators.copy()
     operators["name"] = range(len(operators))
@@ -79,7 +79,7 @@ def test_layer_copies_occupy_the_link_after_forward_and_before_backward():
 def test_swaps_use_the_link_time_that_layer_copies_leave():
     """Swap 20 bytes that are used until 2 s and must be released then: the step stalls for their copy of 2 s.
 
-    A layer's copy that has the link from 1 to 4 s makes the stall 2 s longer.
+    A layer's copy that occupies the link from 1 to 4 s makes the stall 2 s longer.
     """
     step = distinct()
     operators = step.operators.copy()
@@ -154,9 +154,10 @@ def test_output_of_outer_operator_is_listed_after_uses_by_inner_ones():
 
 
 def doubles(anchored):
-    """Return the tolerances of three look-alike tensors, two of them read three places apart.
+    """Return, for each tensor that has a tolerance, the number of places by which its last use may be off.
 
-    If `anchored`, an anchor lies between these two.
+    The step has three tensors that look alike. The second and the third are read three places apart. If `anchored`, an
+    anchor lies between these two reads.
     """
     recording = Recording()
     recording.step()
@@ -170,12 +171,12 @@ def doubles(anchored):
 
 
 def test_tolerance_is_limited_by_the_nearest_look_alike():
-    # The last two have none: after a few inserted or removed operators one would be mistaken for the other.
+    # The last two tensors have no tolerance: after a few inserted or removed operators one would pass for the other.
     assert doubles(anchored=False) == {0: 14}
 
 
 def test_anchor_distinguishes_look_alikes_on_its_two_sides():
-    # The third tensor has none: operators inserted before the second would make the second look like the third.
+    # The third tensor has no tolerance: after operators inserted before it, the second one would look like the third.
     assert doubles(anchored=True) == {0: 14, 1: 1}
 
 

@@ -49,8 +49,8 @@ def test_memory_in_use_equals_a_loop_over_events(recording):
 def test_optimizer_tensors_may_be_away_before_and_after_the_program():
     """Use two weights of 100 bytes with optimizer states of 50: forward at places 0 and 1, backward at 2 and 3.
 
-    The optimizer runs outside of the program. The batch has no gap, since only the program uses it; a frozen weight has
-    one only if it is named as resident.
+    The optimizer runs outside of the program. The batch has no gap, since only the program uses it. A frozen weight has
+    a gap only if it is named as resident.
     """
     recording = Recording()
     recording.step()

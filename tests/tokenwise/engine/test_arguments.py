@@ -1,4 +1,4 @@
-"""The arguments of a module that runs again keep their classes, and share memory as before."""
+"""When a module runs again, its arguments keep their classes, and share memory as in forward."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.device
 
 
 class Marked(torch.Tensor):
-    """A subclass that uses torch's operators."""
+    """A tensor subclass without `__torch_dispatch__`."""
 
 
 class Dispatches(torch.Tensor):
-    """A subclass that runs its operators itself (`__torch_dispatch__`)."""
+    """A tensor subclass that runs its operators in its own `__torch_dispatch__`."""
 
     own: torch.Tensor
 
@@ -38,7 +38,7 @@ class Dispatches(torch.Tensor):
 
 
 class Looks(Layer):
-    """A layer that depends on the class of its second argument, which shares the memory of the first."""
+    """A layer whose result depends on the class of its second argument, which shares memory with the first."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         factor = 3.0 if type(y) in (Marked, Dispatches) else 1.0

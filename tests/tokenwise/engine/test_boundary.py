@@ -59,7 +59,7 @@ def test_gradients_hold_for_nested_arguments_and_outputs(alpha: float) -> None:
 
 @alphas
 def test_views_of_one_tensor_are_separate_inputs(alpha: float) -> None:
-    """Neighbouring regions share the copy of an input, but a transposed view of it counts as another input."""
+    """Neighbouring regions share an input's copy; a transposed view of the input has a copy of its own."""
     torch.manual_seed(0)
     weight = torch.randn(8, 8, requires_grad=True)
 
@@ -80,7 +80,7 @@ def test_views_of_one_tensor_are_separate_inputs(alpha: float) -> None:
 
 
 def test_memory_is_released_after_its_last_copy_in_any_input_order() -> None:
-    """The second forward reads an input that the first one copied; the first one's graph is then dropped."""
+    """Let the second forward read an input that the first forward copied; then drop the first forward's graph."""
 
     def call(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         return new.sigmoid() * old.tanh()

@@ -23,7 +23,7 @@ class Noting:
     names: dict[str, set[str]]
 
     def bind_calls(self, names: dict[str, set[str]], *functions: Callable[..., Any]) -> None:
-        """Record the names, and pass them on to the core."""
+        """Record the names of the methods, and pass them on to the core."""
         self.names = names
         core().bind_calls(names, *functions)
 

@@ -1,7 +1,7 @@
 """Collectives that write to their caller's tensor, as Megatron-Core's do.
 
 A recompute pass uses a collective's captured result, or runs the collective again. All ranks must do the same, since a
-collective that only some of them run never ends.
+collective never ends if only some of them run it.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def test_reused_address_is_not_mistaken_for_the_freed_storage():
 
 
 def reference_gradients(reference: Stack, x: torch.Tensor, executors: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the reference's gradients; while `executors` is empty, its forward does not pause."""
+    """Return the reference's gradients; empty `executors` meanwhile, so that its forward does not pause memplug."""
     held = executors.pop()
     try:
         reference(x).backward()

@@ -38,7 +38,7 @@ def test_gradients_hold_for_every_forward_while_copies_run_late(block: Callable[
     train_alike(block, alpha, device=adversarial_device("late"))
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])  # exact: all matmuls run again, or all outputs stay on the device
+@pytest.mark.parametrize("alpha", [0.0, 1.0])  # exact, since all matmuls run again, or none does
 @pytest.mark.parametrize("block", FORWARDS, ids=lambda block: block.__name__)
 def test_gradients_hold_while_small_tensors_stay_on_the_device(block: Callable[[], nn.Module], alpha: float) -> None:
     train_alike(block, alpha, min_offload_bytes=1 << 30)

@@ -1,4 +1,4 @@
-"""Functional collectives in place, as FSDP2 and Megatron-Core's newer layers call them; the wait is an operator too."""
+"""Functional collectives in place, as FSDP2 and Megatron-Core's newer layers call them; their wait is an operator."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Dies:
 
 
 class Collects(Layer):
-    """A layer that collects garbage in its forward; a recompute pass finds none."""
+    """A layer that collects garbage in its forward; a recompute pass finds no garbage."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.inner(self.norm(x))

@@ -39,7 +39,10 @@ class Adds(torch.autograd.Function):
 
 
 class Reads(nn.Module):
-    """A layer that adds a vector, which autograd does not save, before a matmul or (`last`) after all saved tensors."""
+    """A layer that adds a vector, which autograd does not save.
+
+    With `last`, the layer adds the vector after autograd has saved all tensors, else before a matmul.
+    """
 
     def __init__(self, read: str, last: bool, address: bool) -> None:
         super().__init__()
@@ -121,7 +124,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def trained(model: Stack, write: Callable[[Reads], Any], steps: int = 2) -> dict[str, torch.Tensor]:
-    """Return the last step's gradients, after `write` wrote to a layer between its forward and backward."""
+    """Return the last step's gradients; in that step call `write` on the first layer between forward and backward."""
     for step in range(steps):
         torch.manual_seed(step)
         model.zero_grad()

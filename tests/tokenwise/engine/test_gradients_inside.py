@@ -144,7 +144,7 @@ def test_region_that_turns_opaque_while_computing_gradients_raises_once(monkeypa
 
 
 def test_error_while_restoring_buffers_is_raised(monkeypatch: Any) -> None:
-    """Let the restoring of buffers fail: a copy may report the error of an earlier kernel."""
+    """Make the restoring of buffers fail, as when a copy reports the error of an earlier kernel."""
     as_before = Buffers.as_before
 
     @contextlib.contextmanager

@@ -52,7 +52,7 @@ def test_graphs_freed_on_other_threads_are_counted_as_freed(alpha: float) -> Non
 
 @alphas
 def test_outside_memory_written_in_a_region_does_not_keep_graphs_alive(alpha: float) -> None:
-    """Write to the memory in place: it then belongs to the graph, which holds the region's tensors."""
+    """Write in place to memory from outside: the memory joins a graph, which holds the region's tensors."""
     memory = torch.zeros(2, 6, 16)
 
     class Writes(Layer):
@@ -73,7 +73,7 @@ def test_outside_memory_written_in_a_region_does_not_keep_graphs_alive(alpha: fl
 
 @alphas
 def test_hooks_that_outlive_their_forward_do_not_keep_graphs_alive(alpha: float) -> None:
-    """Keep the hooks, as torch does when it copies a thread's state for other work, such as a collective."""
+    """Keep a region's saved-tensor hooks, as torch does when it copies a thread's state, such as for a collective."""
     hooks = []
 
     class Copies(Layer):
@@ -119,7 +119,7 @@ def test_concurrent_forwards_have_separate_tapes(alpha: float) -> None:
 @alphas
 @pytest.mark.parametrize("shared", [False, True])
 def test_gradients_hold_while_threads_train_concurrently(alpha: float, shared: bool) -> None:
-    """Run backwards and recompute passes on three threads, which share one model or have one each."""
+    """Run backwards and recompute passes on three threads, with one shared model or with a model for each."""
     torch.manual_seed(0)
     models = [Stack(3) for _ in range(1 if shared else 3)]
     references = [twin(model) for model in models]
@@ -153,7 +153,10 @@ def test_gradients_hold_while_threads_train_concurrently(alpha: float, shared: b
 
 @alphas
 def test_overlapping_regions_on_threads_reenable_the_compiler(alpha: float) -> None:
-    """The thread that enters first also leaves first; the second must not restore the disabled state that it found."""
+    """Regions disable the compiler; expect the second thread to enable it again.
+
+    The thread that enters its region first also leaves first, so the second thread finds the compiler disabled.
+    """
     compiled_calls: list[int] = []
     first_is_inside, second_is_inside, first_is_over = (threading.Event() for _ in range(3))
 
@@ -175,7 +178,7 @@ def test_overlapping_regions_on_threads_reenable_the_compiler(alpha: float) -> N
     model = Stack(1, Overlaps)
     tokenwise(model, alpha)
 
-    one = torch.randn(1, 6, 16)  # made here, as the thread would have another default device
+    one = torch.randn(1, 6, 16)  # made here, since other threads have another default device
 
     def first() -> None:
         model(one)
@@ -199,7 +202,7 @@ def test_both_processes_of_a_fork_continue_graphs_in_flight() -> None:
 
 
 def fork(alpha: float) -> None:
-    """Train on in both processes after a fork; raise if one of them fails."""
+    """Fork while graphs are in flight, and go on training in both processes; raise if one of them fails."""
     torch.manual_seed(0)
     model = Stack(4)
     reference = twin(model)

@@ -17,8 +17,8 @@ from tests.support.simulated import adversarial_device
 
 pytestmark = pytest.mark.device
 
-# whether tensors are too small to be offloaded, and how many forwards follow the write: three are enough for offloaded
-# tensors to be released
+# whether tensors are too small to be offloaded; how many forwards follow the write (during three forwards, memplug
+# releases offloaded tensors)
 SMALL_AND_MORE = [(False, 0), (False, 3), (True, 0)]
 WRITES = {
     "add_": lambda y: y.add_(1),
@@ -56,7 +56,7 @@ def test_writing_to_a_region_output_is_harmless_or_raises(alpha: float, small: b
         y, z = run(x * 1.0)
         WRITES[write](y)
         total = y.sin().sum() + z.sum()
-        for _ in range(more):  # meanwhile an offloaded `y` would be released
+        for _ in range(more):  # during these forwards an offloaded `y` would be released
             total = total + sum(part.sum() for part in run(x * 3.0))
         total.backward()
         gradient, weight.grad = weight.grad, None

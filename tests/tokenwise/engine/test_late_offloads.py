@@ -56,7 +56,7 @@ class Chooses(Layer):
 
 
 def trained(device: Adversary, alpha: float, block: type[nn.Module] = Block, **settings: int):
-    """Return a stack after one step (its last layer offloads late), its twin and its executor."""
+    """Return a stack that has trained one step, so that its last layer offloads late; also its twin and executor."""
     torch.manual_seed(0)
     model = Stack(4, block)
     reference = twin(model)
@@ -129,7 +129,7 @@ def test_retained_graph_stays_usable_after_backward_through_a_part(device, alpha
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 def test_diverging_recompute_pass_is_repeated_in_full(device, alpha):
-    """Include a divergence after the last use of a captured tensor, when its copy is already dropped."""
+    """Let a recompute pass diverge also after the last use of a captured tensor, whose copy is then already dropped."""
     model, reference, executor = trained(device, alpha, Chooses)
     x = torch.randn(2, 6, 16)
     loss = model(x)
@@ -174,7 +174,7 @@ def test_gradients_hold_for_in_place_writes_on_a_full_host(device, alpha, block)
 
 
 def alone(device: Adversary, alpha: float, block: type[nn.Module]):
-    """Return a one-layer stack (it captures its input and offloads late), its twin and its executor."""
+    """Return a stack of one layer, which captures its input and offloads late; also the twin and the executor."""
     torch.manual_seed(0)
     model = Stack(1, block)
     reference = twin(model)
@@ -228,7 +228,7 @@ def test_released_tensor_is_restored_with_its_value_before_the_write(device, alp
 
 
 class SharesInput(nn.Module):
-    """Two layers that read one tensor and share its capture; the second writes to it in place."""
+    """Two layers that read one tensor and share its capture; the second layer writes to the tensor in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class SharesInput(nn.Module):
 
 
 class ScalesInput(nn.Linear):
-    """A layer that does not save its input, but enough other tensors that memplug need not release them early."""
+    """A layer that saves many tensors, but not its input; memplug need not release these tensors early."""
 
     def __init__(self) -> None:
         super().__init__(16, 16)

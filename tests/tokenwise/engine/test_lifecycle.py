@@ -37,7 +37,10 @@ errors = pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 
 
 class Fails(Block):
-    """A block that, if `raises` is set, raises in the pass that `armed` names; if `opaque`, its module runs again."""
+    """A block that raises in the pass that `armed` names, if `raises` is set.
+
+    If `opaque` is set, the recompute pass runs the whole module again.
+    """
 
     armed = ""
     raises = False

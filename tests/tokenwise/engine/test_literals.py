@@ -31,7 +31,7 @@ from tests.support.native_forward import Keeps, Run
 pytestmark = pytest.mark.device
 
 UNFILLED = "memory that no operator was seen to fill"
-ALIKE = [float(i) for i in range(32)]  # the same in every forward, for modules that run again
+ALIKE = [float(i) for i in range(32)]  # the same in every forward, for opaque layers, whose modules run again
 
 
 def empty_as_in_torch_tensor(elements: int) -> torch.Tensor:
@@ -247,7 +247,7 @@ def test_each_graph_in_flight_uses_the_literals_of_its_own_forward(
 
 
 def test_large_literal_makes_its_region_opaque() -> None:
-    """Plans do not count the bytes of literals, so the module of a region with a large one runs again."""
+    """Expect the module of a region with a large literal to run again, since plans do not count literals' bytes."""
 
     def much(y: torch.Tensor, values: list[float]) -> torch.Tensor:
         return y * torch.tensor(ALIKE * (1 << 14))[:32]

@@ -39,7 +39,7 @@ def test_recompute_pass_with_other_sizes_or_dtypes_raises(
     class Changes(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(x)
-            # the environment does not belong to the state that memplug restores
+            # memplug does not restore environment variables
             return (change(y) if "IN_BACKWARD" in os.environ else y).sin().sum()
 
     model = Stack(1, Changes)
@@ -68,7 +68,7 @@ def test_lazily_conjugated_or_negated_input_is_restored(
     found = []
     for run in (call, layer.forward):
         x = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        losses = [run(lazy(x * factor)) for factor in range(1, 5)]  # so many that tensors have to be offloaded
+        losses = [run(lazy(x * factor)) for factor in range(1, 5)]  # enough forwards that tensors have to be offloaded
         torch.stack(losses).sum().backward()
         found.append(x.grad)
     assert torch.equal(*found) and executor.transfer.prefetched_total_bytes > 0
@@ -195,7 +195,7 @@ class LeavesBlank(Layer):
 
 
 class Mean(Statistics):
-    """A layer that updates a buffer, and takes an address."""
+    """A layer that updates a buffer, and takes a tensor's address."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean.data_ptr()
@@ -241,7 +241,10 @@ def test_opaque_region_offloads_only_its_input(alpha: float) -> None:
 
 
 def filled_past_torch(and_then: Callable[[torch.Tensor], Any]) -> type[Layer]:
-    """Return a layer whose kernel is no torch operator; `and_then` writes to its result before autograd saves it."""
+    """Return a layer whose kernel is no torch operator.
+
+    `and_then` writes to the kernel's result before autograd saves that result.
+    """
 
     class Squares(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,7 @@
-"""Operators are captured by their kind, and the last rows of one, run alone, equal those of a full run."""
+"""The kind of an operator decides how it is captured.
+
+The last rows of an operator, computed alone, equal those of a full run.
+"""
 
 from __future__ import annotations
 
@@ -206,7 +209,7 @@ def test_registered_flash_attention_is_captured_and_runs_once(
     assert kind_of(torch.ops.flash_attn._flash_attn_forward.default) is CaptureKind.ATTENTION
     assert kind_of(torch.ops.flash_attn._flash_attn_backward.default) is None
     train_alike(Attends, alpha, steps=3)
-    assert flash_calls["forward"] == 2 * 3 * 3  # the model and its twin, layers, steps
+    assert flash_calls["forward"] == 2 * 3 * 3  # two models, three layers, three steps
     kind_of.cache_clear()
 
 
@@ -268,7 +271,8 @@ def test_flash_attention_3_is_captured_unless_the_caller_passes_out(
     assert kind_of(torch.ops.flash_attn_3.bwd.default) is None
     executor = train_alike(Attends, alpha, steps=3)
     assert executor.opaque_regions == 0
-    assert flash_3_calls["forward"] == 3 * 3 * (3 if has_memory else 2)  # layers, steps; twin, model, recompute
+    # three layers, three steps; forwards of the twin and the model, and for `has_memory` the recompute pass
+    assert flash_3_calls["forward"] == 3 * 3 * (3 if has_memory else 2)
 
 
 @pytest.mark.parametrize("small", [False, True])

@@ -19,7 +19,7 @@ from tests.support.simulated import Adversary, adversarial_device
 pytestmark = pytest.mark.device
 
 SCHEDULES = ["late", "early"]
-# tests/cudasim/test_regions_on_streams.py tests the other one: the wait for another stream of the user's
+# tests/cudasim/test_regions_on_streams.py tests USE_FOR_COMPUTE: the wait for another stream of the user's
 WAITS = [wait for wait in Wait if wait is not Wait.USE_FOR_COMPUTE]
 BUFFERS = {"new memory": 0, "rounding buffers": 1 << 20}
 buffered = pytest.mark.parametrize("buffer_bytes", BUFFERS.values(), ids=BUFFERS)
@@ -120,7 +120,7 @@ def test_missing_wait_is_detected(missing: Wait, buffer_bytes: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("missing", WAITS, ids=lambda wait: wait.name.lower())
 def test_missing_wait_is_detected_on_many_of_200_random_schedules(missing: Wait) -> None:
-    """Use the schedules of the test above, in which no wait is missing."""
+    """Use the schedules of `test_gradients_hold_on_200_random_schedules`, which leaves out no wait."""
     noticed = 0
     for seed in range(200):
         device = adversarial_device("random", seed, missing)

@@ -56,7 +56,7 @@ def test_backward_restores_the_random_generator(block: Callable[[], nn.Module], 
 
 
 class DrawsBehindCapturedAttention(torch.nn.Module):
-    """A layer that draws dropout after a captured random operator, whose draws the recompute pass must skip over."""
+    """A layer that draws dropout after a captured random operator; recompute passes must skip that operator's draws."""
 
     def __init__(self) -> None:
         super().__init__()

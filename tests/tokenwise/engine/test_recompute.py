@@ -57,9 +57,10 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 
 @pytest.mark.parametrize(("alpha", "expected"), [(0.0, 3 * 4), (0.5, 2 * 4), (1.0, 0)])
 def test_backward_reruns_only_needed_matmuls_that_were_not_swapped(alpha: float, expected: int) -> None:
-    """Backward needs the outputs of four of a block's five matmuls; only the residual sum reads the last one's.
+    """Backward needs the outputs of four of a block's five matmuls; only the residual sum reads the fifth output.
 
-    The captured tensors of the last of three blocks are still resident, so with alpha 0.5 it runs no matmul again.
+    The captured tensors of the last of three blocks are still resident, so that block runs no matmul again with alpha
+    0.5.
     """
     calls = backward_calls(Block, alpha)
     assert sum(calls[name] for name in MATMULS) == expected
@@ -103,7 +104,7 @@ def test_topk_of_a_router_does_not_run_again() -> None:
 
 
 class Lazy(Layer):
-    """A layer that builds a table in its first forward and finds it in later ones."""
+    """A layer that builds a table in its first forward, and finds the table in later forwards."""
 
     table: torch.Tensor | None = None
 
@@ -213,7 +214,7 @@ def test_opaque_region_that_saves_other_tensors_when_rerun_raises(
     class Repeats(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x.data_ptr()
-            for _ in range(int(os.environ["TIMES"])):  # memplug does not restore this
+            for _ in range(int(os.environ["TIMES"])):  # memplug does not restore it
                 x = x.sin() * self.norm.weight
             return x
 

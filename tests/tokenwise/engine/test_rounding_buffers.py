@@ -51,7 +51,7 @@ def test_regions_take_the_buffers_in_turn() -> None:
 
 
 def test_buffers_let_prefetches_run_one_region_ahead() -> None:
-    """While a layer's backward runs, the tensors of the layer before it are prefetched, as in MEMO."""
+    """Prefetch the tensors of the next layer in backward while one layer's backward runs, as in MEMO."""
     limited, buffered = (_copies_begun(nbytes) for nbytes in (0, ENOUGH_BYTES))
     assert buffered[-1] == limited[-1] and all(more >= few for more, few in zip(buffered, limited, strict=True))
     assert buffered[2] > limited[2]
@@ -76,7 +76,7 @@ def _copies_begun(buffer_bytes: int) -> list[int]:
 def test_forward_keeps_as_many_regions_resident_as_there_are_buffers() -> None:
     resident = []
     for buffers in (2, 3, 4):
-        model, _ = pair(layers=40)  # enough layers that the limit on held bytes allows four
+        model, _ = pair(layers=40)  # so many layers that the limit on held bytes allows four resident regions
         executor = tokenwise(model, 0.0, buffers=buffers)
         loss = model(torch.randn(2, 6, 16))
         resident.append(executor.transfer.resident_bytes)
@@ -94,7 +94,7 @@ def test_tensor_held_after_its_backward_is_never_overwritten(schedule: str) -> N
     model, reference = pair(6, Shows)
     device = Watched(schedule)
     executor = tokenwise(model, 1.0, device)
-    layers = [*model.layers[:2], *reference.layers[:2]]  # the last two in backward, one in each buffer
+    layers = [*model.layers[:2], *reference.layers[:2]]  # backward ends with these two, which use different buffers
     with device:
         executor.flow.reserve(ENOUGH_BYTES)
         for layer in layers:
@@ -225,7 +225,7 @@ def test_lack_of_room_for_rounding_buffers_warns_once(room_bytes: int, caplog: p
 
 
 def test_storage_of_a_restored_tensor_has_the_size_of_the_tensor() -> None:
-    """Accounting, and copies of a storage, would otherwise count the whole buffer."""
+    """With a larger storage, accounting would count the whole buffer, and copies of the storage would include it."""
     device = ScriptedDevice()
     known = core()
     pool = known.HostRows(lambda nbytes: False)

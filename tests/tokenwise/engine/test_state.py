@@ -59,7 +59,7 @@ STEPS: list[Step] = [plain, micro_batches, reversed_micro_batches, twice, evalua
 
 
 def trained(make: Callable[[], Stateful], step: Step, alpha: float | None) -> tuple[Any, Any, Any]:
-    """Train three steps, and return their gradients and the layers' state, the model and the executor."""
+    """Train three steps; return the steps' gradients with the layers' state, the model and the executor."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -205,7 +205,7 @@ def test_suddenly_opaque_forward_runs_again_unless_it_changes_state(
 
 
 class Collects(Layer):
-    """A layer that appends to a list and counts in an object, both passed as arguments."""
+    """A layer that appends to a list and counts in an object; both are its arguments."""
 
     def forward(self, x: torch.Tensor, seen: list[torch.Tensor], counts: Any) -> torch.Tensor:
         y = self.inner(x)

@@ -88,7 +88,7 @@ def test_gradients_hold_with_tensor_subclasses_that_dispatch(
 
 
 def whole(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the gradients without shards."""
+    """Return the gradients as whole tensors, gathered from their shards."""
     return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 

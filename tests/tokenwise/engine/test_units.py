@@ -112,7 +112,7 @@ def test_tensors_of_a_unit_can_be_unpacked_twice() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_small_tensors_do_not_make_a_captured_unit_run_again(alpha: float) -> None:
-    model, reference, executor = stacks(alpha, min_offload_bytes=200)  # more than the norms' reciprocals
+    model, reference, executor = stacks(alpha, min_offload_bytes=200)  # the reciprocals that the norms save are smaller
     step(model, reference)
     runs(model)
     step(model, reference)
@@ -192,7 +192,7 @@ STATES = {
     "autocast": lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16),
     "another dtype": another_dtype,
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
-    "device": lambda: torch.device("meta"),  # the default device
+    "device": lambda: torch.device("meta"),  # as the default device
 }
 
 

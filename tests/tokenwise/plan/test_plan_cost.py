@@ -50,7 +50,7 @@ def choices(draw):
 
 @mock.patch.multiple(tokenwise, TIE_HOST=1.0, TIE_DEVICE=0.5)
 def objectives(regions, groups, limits, inputs_swapped):
-    """Return two objectives of one choice: the program's, with its columns fixed, and that of `measure`.
+    """Return the cost of one choice twice: by the linear program, with its columns fixed, and by `measure`.
 
     Bytes weigh as much as time here.
     """
@@ -83,7 +83,7 @@ def test_linear_program_prices_every_choice_like_measure(case):
 
 
 def notices():
-    """Return whether some choice is priced differently."""
+    """Return whether a random search finds a choice that the linear program and `measure` price differently."""
     generated = settings(max_examples=600, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     return not agree(find(choices(), lambda case: not agree(case), settings=generated))
 
@@ -130,7 +130,7 @@ def test_without_idle_drops_all_captures_whose_removal_costs_no_time(case):
 def test_kept_outputs_leave_copies_less_room_to_lag():
     """With 40 of 50 device bytes kept, only 10 bytes of copies may lag.
 
-    So 90 of 100 bytes have to be sent in the first layer's 10 s, which at 5 bytes/s become 18 s.
+    So 90 of 100 bytes have to be sent during the first layer. At 5 bytes/s its 10 s become 18 s.
     """
     swapped = plans.operator("attention", (0,), (1,), size=100, capture="whole")
     kept = plans.operator("norm", (0,), (2,), size=40, capture="whole")
@@ -144,7 +144,8 @@ def test_kept_outputs_leave_copies_less_room_to_lag():
 def test_operator_needed_by_two_outputs_is_counted_once():
     """Prefetching the input's 250 bytes takes 25 s, 5 s more than backward.
 
-    In these 5 s the operator whose result both outputs need (4 s) runs once, so keeping the outputs gains nothing.
+    Both outputs need the result of one operator, which takes 4 s. It runs once in these 5 s, so keeping the outputs
+    gains nothing.
     """
     maker = plans.operator("norm", (0,), (1,), time_s=4.0, capture="never")
     outputs = [plans.operator("mm", (1,), (storage,), size=100) for storage in (2, 3)]

@@ -47,7 +47,7 @@ def test_every_plan_is_feasible_within_its_budgets(regions, limits, alpha):
 @given(problems, budgets, st.integers(1, 2), st.integers(0, 2), st.sampled_from([0, 40, 1000]))
 @settings(max_examples=120, deadline=None)
 def test_kept_and_in_flight_bytes_and_buffers_fit_the_device(regions, limits, in_flight, buffers, room):
-    """Every device size has a plan, since recomputing everything needs no memory in flight."""
+    """Expect a plan for every device size, since recomputing everything needs no memory in flight."""
     limits = replace(limits, in_flight=(InFlight(in_flight, room), InFlight(1, 20)), buffers=buffers)
     plan = solve(regions, limits)
     most, kept_bytes = 0, 0
@@ -68,7 +68,7 @@ def test_kept_and_in_flight_bytes_and_buffers_fit_the_device(regions, limits, in
 @given(problems, budgets, st.integers(0, 200).map(MIB.__mul__), st.integers(0, 200).map(MIB.__mul__))
 @settings(max_examples=80, deadline=None)
 def test_more_in_flight_room_never_makes_the_step_longer(regions, limits, room, more):
-    """A tensor of which only some rows are swapped still takes room for all of its rows in flight."""
+    """A tensor in flight takes room for all of its rows, even if only some of them are swapped."""
     less, larger = (
         solve(regions, replace(limits, in_flight=(InFlight(2, each), InFlight(1)))) for each in (room, room + more)
     )
@@ -93,7 +93,10 @@ def test_automatic_plan_is_never_worse_than_fixed_alpha_or_recompute(regions, li
 @given(problems, budgets, st.floats(1.0, 4.0), st.integers(0, 500).map(MIB.__mul__))
 @settings(max_examples=80, deadline=None)
 def test_more_bandwidth_or_memory_never_makes_the_step_longer(regions, limits, faster, more_bytes):
-    """Start with host memory for all inputs: with less they are not swapped, with more they have to be."""
+    """Begin with host memory for all inputs.
+
+    With less of it no input is swapped, and the step may be shorter: once all inputs fit, they have to be swapped.
+    """
     inputs = sum(layer.instances * layer.input_bytes for layer in regions)
     limits = replace(limits, host_bytes=inputs + limits.host_bytes)
     step_s = solve(regions, limits).step_s
@@ -109,7 +112,10 @@ def test_more_bandwidth_or_memory_never_makes_the_step_longer(regions, limits, f
 @given(layers(), budgets)
 @settings(max_examples=80, deadline=None)
 def test_no_choice_of_whole_outputs_beats_the_plan(layer, limits):
-    """Price every subset of outputs, swapped whole in all instances; for all others, the needed operators run again."""
+    """Price every subset of outputs as swapped whole in all instances.
+
+    The operators that the other saved outputs need run again.
+    """
     limits = replace(limits, host_bytes=limits.host_bytes + layer.instances * layer.input_bytes, device_bytes=0)
     capturable = [i for i, op in enumerate(layer.operators) if op.capture != "never"]
     best_s = float("inf")

@@ -1,4 +1,7 @@
-"""The token-wise planner: hand-computed optima, and the shape of MEMO's Table 5."""
+"""The token-wise planner: hand-computed optima, and the shape of MEMO's Table 5.
+
+By default a layer's forward takes 10 s, and its backward 20 s.
+"""
 
 import subprocess
 import sys
@@ -16,7 +19,10 @@ ATTENTION = operator("attention", (0,), (1,), time_s=5.0, size=100, capture="who
 
 
 def test_swapped_rows_exactly_fill_the_link():
-    """At 5 bytes/s the forward's 10 s carry 50 of 100 bytes. One more stalls 0.2 s and spares 0.04 s of recompute."""
+    """At 5 bytes/s the link carries 50 of 100 bytes in the forward's 10 s.
+
+    One more byte would stall for 0.2 s, and spare 0.04 s of recomputation.
+    """
     plan = solve([region(MATMUL, saved={1})], budget(d2h=5.0, h2d=5.0))
     (group,) = plan.regions["layer"].groups
     assert group.fractions[0] == pytest.approx(0.5)
@@ -26,9 +32,9 @@ def test_swapped_rows_exactly_fill_the_link():
 
 
 def test_link_to_the_device_can_be_the_bottleneck():
-    """Prefetching y bytes takes y/4 s; backward takes 20 + 4 (1 - y/100) s: equal at y = 82.76.
+    """Swap y bytes: their prefetch takes y/4 s, and backward takes 20 + 4 (1 - y/100) s; both are equal at y = 82.76.
 
-    The forward's link could carry all 100 bytes.
+    In forward the link could carry all 100 bytes.
     """
     plan = solve([region(MATMUL, saved={1})], budget(h2d=4.0))
     assert plan.regions["layer"].groups[0].fractions[0] == pytest.approx(24 / 29)
@@ -37,7 +43,10 @@ def test_link_to_the_device_can_be_the_bottleneck():
 
 
 def test_plan_stalls_on_a_copy_if_recomputing_costs_more():
-    """The input's 100 bytes fill 40 s at 2.5 bytes/s. 20 more stall for 8 s; running the operator again costs 40 s."""
+    """At 2.5 bytes/s the input's 100 bytes fill the forward's 40 s.
+
+    The operator's output has 20 bytes more, which stall for 8 s; running the operator again would take 40 s.
+    """
     dear = operator("attention", (0,), (1,), time_s=40.0, size=20, capture="whole")
     layer = region(dear, saved={1}, input_bytes=100, forward_s=40.0, backward_s=80.0)
     plan = solve([layer], budget(d2h=2.5))
@@ -47,7 +56,10 @@ def test_plan_stalls_on_a_copy_if_recomputing_costs_more():
 
 
 def test_swapping_the_elementwise_output_spares_its_operator():
-    """Backward reads rotary's output; 100 bytes fit the link. If the matmul's were swapped, 1 s of rotary would run."""
+    """The link carries 100 bytes: the plan swaps rotary's output, which backward reads.
+
+    If it swapped the matmul's output instead, rotary would run again for 1 s.
+    """
     plan = solve([region(MATMUL, ROTARY, saved={2})], budget(d2h=10.0, h2d=10.0))
     (group,) = plan.regions["layer"].groups
     assert group.fractions == {1: 1.0}
@@ -57,7 +69,10 @@ def test_swapping_the_elementwise_output_spares_its_operator():
 
 
 def test_spare_link_time_swaps_elementwise_outputs_too():
-    """Both outputs are saved: 200 bytes at 20 bytes/s fit; at 10 bytes/s only the costlier one, the matmul's, fits."""
+    """At 20 bytes/s the link carries the 200 bytes of both saved outputs.
+
+    At 10 bytes/s it carries one output, and the plan swaps the costlier one, the matmul's.
+    """
     layer = region(MATMUL, ROTARY, saved={1, 2})
     wide, narrow = solve([layer], budget(d2h=20.0)), solve([layer], budget(d2h=10.0))
     assert wide.regions["layer"].groups[0].fractions == {0: 1.0, 1: 1.0}
@@ -67,7 +82,7 @@ def test_spare_link_time_swaps_elementwise_outputs_too():
 
 
 def test_host_memory_goes_to_the_output_that_is_costliest_to_recompute():
-    """100 host bytes hold one of two outputs; running their operators again takes 4 s and 1 s."""
+    """100 host bytes hold one of two outputs; running the matmul again takes 4 s, and rotary 1 s."""
     plan = solve([region(MATMUL, ROTARY, saved={1, 2})], budget(host=100))
     assert plan.regions["layer"].groups[0].fractions == {0: 1.0}
     assert plan.host_bytes == 100
@@ -75,7 +90,10 @@ def test_host_memory_goes_to_the_output_that_is_costliest_to_recompute():
 
 
 def test_last_layers_keep_outputs_while_the_device_has_room():
-    """Without host memory, 250 device bytes keep 2 of 4 outputs; the others cost 5 s each: 40 + 80 + 10 s."""
+    """Without host memory, 250 device bytes keep 2 of 4 outputs, of 100 bytes each.
+
+    The operators of the other two run again, for 5 s each, so the step takes 40 + 80 + 10 s.
+    """
     plan = solve([region(ATTENTION, saved={1}, instances=4)], budget(host=0, device=250))
     groups = plan.regions["layer"].groups
     assert sum(group.instances for group in groups if group.keep) == 2
@@ -85,7 +103,10 @@ def test_last_layers_keep_outputs_while_the_device_has_room():
 
 
 def test_layer_that_never_offloads_keeps_outputs_like_the_last_layers():
-    """One of five forwards never offloads: 250 device bytes keep two outputs, so the step takes 50 + 100 + 3 * 5 s."""
+    """One of five forwards never offloads: 250 device bytes keep two of five outputs.
+
+    The operators of the other three run again, for 5 s each, so the step takes 50 + 100 + 15 s.
+    """
     layers = region(ATTENTION, saved={1}, instances=4, staying=1)
     plan = solve([layers], budget(host=0, device=250))
     *_, last = groups = plan.regions["layer"].groups
@@ -141,7 +162,7 @@ def test_copies_lag_only_as_far_as_device_memory_allows():
 
 
 def test_plan_with_fewer_host_bytes_wins_at_equal_time():
-    """Either output spares all recomputation; the second has a tenth of the bytes."""
+    """Swapping either of two outputs spares all recomputation; the second output has a tenth of the bytes."""
     small = operator("down", (1,), (2,), time_s=1.0, size=10, capture="whole")
     assert solve([region(MATMUL, small, saved={2})], budget()).host_bytes == 10
 
@@ -157,7 +178,7 @@ def test_matmul_that_backward_does_not_need_is_neither_swapped_nor_run():
 
 
 def test_inputs_of_operators_that_always_run_are_swapped_or_recomputed():
-    """Dropout runs in every pass, 2 s, and reads the matmul's output, which is swapped.
+    """Dropout runs in every recompute pass, for 2 s, and reads the matmul's output, which is swapped.
 
     If `add_` writes to a saved storage, the operator that makes the storage runs too.
     """
@@ -176,7 +197,10 @@ def test_inputs_stay_on_the_device_when_the_host_cannot_hold_them():
 
 
 def test_fixed_alpha_is_lowered_to_what_the_host_holds():
-    """Attention's 100 bytes and half of the matmul's 100 make 150 per instance; 240 bytes for two leave alpha 0.2."""
+    """At alpha 0.5 each of two layers needs 150 host bytes: attention's 100, and half of the matmul's 100.
+
+    240 bytes for both layers leave alpha 0.2.
+    """
     other = operator("o", (1,), (2,), time_s=4.0, size=100)
     layer = region(ATTENTION, other, saved={1, 2}, instances=2)
     full, cut, none = (solve([layer], budget(host=host), 0.5) for host in (300, 240, 199))
@@ -245,7 +269,7 @@ def memo_layer(tokens, tp=4, cp=2):
     [(192, 0.75, "link forward"), (256, 1.0, "none"), (320, 0.75, "host"), (384, 0.5, "host")],
 )
 def test_best_alpha_matches_table_5_of_memo(tokens, published, bound):
-    """The best of nine fractions is the published one, and the closed form lies between it and the next."""
+    """The best of nine fractions is the published one; the closed form lies between this fraction and the next."""
     layer, limits = memo_layer(tokens * 1024), budget(d2h=LINK, h2d=LINK, host=HOST)
     plans = [solve([layer], limits, eighths / 8) for eighths in range(9)]
     fitting = [plan for plan in plans if not plan.alpha_cut_by_host]
@@ -270,7 +294,7 @@ def test_automatic_plan_beats_every_fixed_alpha():
 
 
 def test_two_costliest_tensors_are_swapped_if_two_may_be_in_flight():
-    """Swapping some rows of more tensors would not help: each of these tensors is in flight whole."""
+    """Do not swap some rows of more tensors instead: each such tensor takes room in flight for all of its rows."""
     size = 100 * 2**20
     operators = [operator(f"op{i}", (i,), (i + 1,), time_s=1.0 + 0.1 * i, size=size, capture="rows") for i in range(10)]
     layer = region(*operators, saved=range(1, 11), instances=2, forward_s=100.0, backward_s=200.0, input_bytes=0)
@@ -279,7 +303,10 @@ def test_two_costliest_tensors_are_swapped_if_two_may_be_in_flight():
 
 
 def wide_layer(count):
-    """Return a region of `count` operators: a third matmuls, each followed by two elementwise ones; all are saved."""
+    """Return a region of `count` operators; each matmul is followed by two elementwise operators.
+
+    Backward needs all of their outputs.
+    """
     operators = [
         operator(
             f"op{i}",
@@ -312,7 +339,9 @@ SAVED, RETURNED = (operator(f"part {n}", (1,), (n,), time_s=0.0, size=100, made_
 
 
 def test_all_outputs_of_a_unit_swap_the_same_number_of_rows():
-    """In the forward's 10 s 100 bytes pass: half of the rows of both outputs, which spare half of the unit's 4 s.
+    """In the forward's 10 s the link carries 100 bytes.
+
+    That is half of the rows of both outputs, which spares half of the unit's 4 s.
 
     All rows of one output would spare nothing.
     """
@@ -331,7 +360,7 @@ def test_unit_does_not_run_if_all_its_outputs_are_swapped():
 
 
 def test_unit_that_is_not_row_wise_runs_whole_for_any_missing_row():
-    """The link has time for one of two outputs, which spares nothing, so neither is swapped."""
+    """The link has time for one of two outputs; swapping only one spares nothing, so neither is swapped."""
     parts = (replace(SAVED, capture="whole", made_by_rows=None), replace(RETURNED, capture="whole", made_by_rows=None))
     plan = solve([region(UNIT, *parts, saved={2, 3})], budget(d2h=10.0, h2d=10.0))
     (group,) = plan.regions["layer"].groups
@@ -339,7 +368,10 @@ def test_unit_that_is_not_row_wise_runs_whole_for_any_missing_row():
 
 
 def test_unit_that_runs_for_some_rows_needs_its_whole_inputs():
-    """The unit's input is made in 5 s by an operator that is never captured: it runs whole for any row of the unit."""
+    """Let an operator that is never captured make the unit's input in 5 s.
+
+    That operator runs whole if any row of the unit runs.
+    """
     source = operator("norm", (0,), (1,), time_s=5.0, size=0, capture="never")
     unit = operator("unit", (1,), (2,), time_s=4.0, size=0, capture="never")
     part = operator("part", (2,), (3,), time_s=0.0, size=100, made_by_rows=1)

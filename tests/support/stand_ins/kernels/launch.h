@@ -30,7 +30,7 @@ struct Elements {
   void write(const Floats& values) const;
 };
 
-// Returns a tensor's elements, as a matrix of the rows of its last dimension.
+// Returns a tensor's elements as a matrix: a row is one slice along the last dimension.
 Elements elements(const Tensor& tensor);
 
 inline void check_contiguous(const Tensor& tensor, const char* what) {

@@ -58,7 +58,7 @@ std::pair<float, float> activate(float x, const std::string& kind) {
     const float factor = kind == "silu" ? 1.0f : 1.702f, s = sigmoid(factor * x);
     return {x * s, s + factor * x * s * (1 - s)};
   }
-  const float c = 0.7978845608028654f, t = std::tanh(c * (x + 0.044715f * x * x * x)); // gelu, by tanh as TE's
+  const float c = 0.7978845608028654f, t = std::tanh(c * (x + 0.044715f * x * x * x)); // gelu by tanh, as in TE
   return {0.5f * x * (1 + t), 0.5f * (1 + t) + 0.5f * x * (1 - t * t) * c * (1 + 3 * 0.044715f * x * x)};
 }
 

@@ -1,4 +1,4 @@
-"""The state of FP8: contexts, the state that all modules share, and scales and amaxes of one module's direction.
+"""The state of FP8: contexts, the state that all modules share, and a module's scales and amaxes in one direction.
 
 Names, places and timing are those of the real package.
 """

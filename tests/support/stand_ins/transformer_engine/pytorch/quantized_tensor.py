@@ -1,4 +1,4 @@
-"""Values in eight bits: quantizers that make them, storage that holds them, and storage that is a tensor too."""
+"""Values in eight bits: quantizers make them, and storages hold them; `QuantizedTensor` is a storage and a tensor."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class QuantizedTensorStorage:
         self.rowwise, self.columnwise, self._quantizer, self.block = rowwise, columnwise, quantizer, block
 
     def operand(self, columnwise: bool = False) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
-        """Return the operand for a kernel: the form that the kernel reads, or the other form if that is not kept."""
+        """Return the operand for a kernel: the form that the kernel asks for, or else the only form there is."""
         transposed = self.columnwise is not None and (columnwise or self.rowwise is None)
         chosen = self.columnwise if transposed else self.rowwise
         return chosen[0], chosen[1], self.block, transposed
@@ -104,7 +104,7 @@ class QuantizedTensorStorage:
         return tensors, self
 
     def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Take the tensors back, and return the rest."""
+        """Take this storage's tensors back from the front of the list, and return the others."""
         pairs = [None if tensors[i] is None else (tensors[i], tensors[i + 1]) for i in (0, 2)]
         self.rowwise, self.columnwise = pairs
         return tensors[4:]
@@ -180,7 +180,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[Q
 
 
 def restore_from_saved(objects: list[Any], saved: Any) -> list[Any]:
-    """Return, in backward, the arguments of `prepare_for_saving`, storages with their tensors again."""
+    """Return, in backward, the arguments of `prepare_for_saving`; storages have their tensors again."""
     saved, found = list(saved), []
     for holder in objects:
         if holder is None:

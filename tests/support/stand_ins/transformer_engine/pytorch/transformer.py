@@ -12,7 +12,7 @@ from transformer_engine.pytorch.utils import refuse
 
 
 class TransformerLayer(torch.nn.Module):
-    """A decoder layer; of the real layer's arguments it has those that it and its parts need."""
+    """A decoder layer, with those of the real layer's arguments that the layer and its parts need."""
 
     def __init__(
         self,

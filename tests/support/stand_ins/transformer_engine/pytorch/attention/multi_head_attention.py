@@ -14,7 +14,7 @@ from transformer_engine.pytorch.utils import divide, refuse
 
 
 class MultiheadAttention(torch.nn.Module):
-    """A decoder's self-attention; of the real module's arguments it has those that it needs.
+    """A decoder's self-attention, with those of the real module's arguments that it needs.
 
     The projection's output has the queries, key and value of one group of heads after another.
     """

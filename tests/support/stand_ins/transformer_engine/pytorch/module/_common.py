@@ -176,7 +176,7 @@ def input_gradient(args: LinearArgs, weightmat: Any, grad_output: Any) -> tuple[
 def weight_gradient(
     args: LinearArgs, x: Any, grad_output: Any, main_grad: torch.Tensor | None, with_bias_grad: bool, free: tuple
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradients of weight and bias, then free the memory of `free`.
+    """Compute the gradients of weight and bias, then free the memory of the tensors `free`.
 
     A `main_grad` gets the weight's gradient, or has it added. If weight gradients are delayed, only store the product.
     """

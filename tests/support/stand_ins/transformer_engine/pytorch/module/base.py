@@ -79,7 +79,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                     init_fn(param)
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
-        """Set the products' type: autocast's, or else the input's, which all parameters must have."""
+        """Set the type of products: autocast's, or else the input's; then all parameters must have the input's type."""
         if torch.is_autocast_enabled(inp.device.type):
             self.activation_dtype = torch.get_autocast_dtype(inp.device.type)
             return

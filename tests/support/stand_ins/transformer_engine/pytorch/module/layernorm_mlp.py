@@ -254,7 +254,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return first, second
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Run the MLP on [..., hidden]; return its shape, and if asked for, second bias and normalized input."""
+        """Run the MLP on [..., hidden]; return the same shape, and if asked for, second bias and normalized input."""
         with self.around_forward(inp, num_gemms=2) as inp:
             first, second = self._args(is_first_microbatch)
             fc2_bias = self.fc2_bias if self.apply_bias and not self.gemm_bias_unfused_add else None

@@ -32,7 +32,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return tensors, self
 
     def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Take the tensors back, and return the rest."""
+        """Take this storage's tensors back from the front of the list, and return the others."""
         data, transpose, scale_inv = tensors[:3]
         self.rowwise = None if data is None else (data, scale_inv)
         self.columnwise = None if transpose is None else (transpose, scale_inv)

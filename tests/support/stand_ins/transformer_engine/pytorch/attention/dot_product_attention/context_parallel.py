@@ -1,7 +1,7 @@
 """Attention over the tokens of all context-parallel ranks.
 
 A causal sequence is cut into 2 n chunks for n ranks. Rank r has chunks r and 2 n - 1 - r, so that all ranks have equal
-work; Megatron-Core's `get_batch_on_this_cp_rank` gives it these.
+work; Megatron-Core's `get_batch_on_this_cp_rank` gives each rank these chunks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Step:
         return _half(x, self.s, 1).contiguous() if self.half_q else x
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of k or v that are seen."""
+        """Return the tokens of k or v that the rows see."""
         return _half(x, self.s, 0).contiguous() if self.half_kv else x
 
     def sums(self, lse: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def flash_attn_p2p_communicate(
 
 
 class AttnFuncWithCPAndKVP2P(torch.autograd.Function):
-    """Sends keys and values around a ring; in each step a rank attends to the ones that it holds.
+    """Sends keys and values around a ring; in each step a rank attends to those that it holds.
 
     Every other step runs on a second stream.
 
