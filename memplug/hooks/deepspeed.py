@@ -134,7 +134,7 @@ class DeepSpeed(Framework):
             steps = engine.global_steps  # the optimizer's; only the engine knows when gradient accumulation ends
             with attached.explaining("step"), attached.in_optimizer():
                 result = original(*args, **kwargs)
-            if engine.global_steps != steps or getattr(engine, "zenflow", False):  # ZenFlow updates at its own interval
+            if engine.global_steps != steps or getattr(engine, "zenflow", False):  # ZenFlow: each step updates some weights
                 attached.step()
             return result
 

@@ -342,7 +342,7 @@ def test_copies_of_a_wrapped_model_checkpoint_as_the_script_does() -> None:
     assert Counting.forwards == 2 * 2
 
 
-def test_checkpoint_of_another_module_stays_reentrant_beside_one_around_a_region() -> None:
+def test_checkpoint_of_a_head_stays_reentrant_beside_those_of_regions() -> None:
     """Distinguish modules whose `__call__` is passed to a checkpoint: these methods share one function."""
     calls: list[bool] = []
 
