@@ -235,7 +235,9 @@ def _asked(
 
     trace, head = request["trace"], given["head"]
     if gpus is not None and not split and (ds_json is None or not (head and given["optimizer"])):
-        raise typer.BadParameter("needs a DeepSpeed JSON, the head and the optimizer", param_hint="--gpus")
+        raise typer.BadParameter(
+            "needs a DeepSpeed JSON, and neither --no-head nor --no-optimizer", param_hint="--gpus"
+        )
     if trace is not None and (split or not head):
         raise typer.BadParameter("works only for a whole model from Hugging Face", param_hint="--trace")
     shape, settings = Shape.read(model), read_json(ds_json) if ds_json is not None else {}

@@ -134,7 +134,8 @@ class DeepSpeed(Framework):
             steps = engine.global_steps  # the optimizer's; only the engine knows when gradient accumulation ends
             with attached.explaining("step"), attached.in_optimizer():
                 result = original(*args, **kwargs)
-            if engine.global_steps != steps or getattr(engine, "zenflow", False):  # ZenFlow: each step updates some weights
+            # ZenFlow updates some weights in each step, and counts only the steps that update all
+            if engine.global_steps != steps or getattr(engine, "zenflow", False):
                 attached.step()
             return result
 

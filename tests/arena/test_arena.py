@@ -198,7 +198,8 @@ def test_optimizer_state_made_after_planning_is_not_overwritten() -> None:
 def test_alternating_programs_each_keep_their_own_plan() -> None:
     """Alternate two sequence lengths, twelve steps each; when a length returns, its earlier plan must still be there.
 
-    The longer length comes first, since the prefetch limit follows the largest region so far.
+    The longer length comes first: the prefetch limit grows with the largest region so far, so a longer length that came
+    second would change the plan of the shorter one.
     """
     block = {"enabled": True, "plan_dir": False, "tokenwise": SMALL, "profiler": {"policy_steps": 0}}
 

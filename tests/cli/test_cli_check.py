@@ -64,7 +64,7 @@ def test_check_names_zero_offloads_and_advises_a_host_budget(warnings_of, zero, 
     assert 'set "memplug": {"host_budget_gib": ...}' in warning
 
 
-def test_check_names_all_zero_offloads_in_one_warning(warnings_of):
+def test_check_names_every_deepspeed_offload_in_one_warning(warnings_of):
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     (warning,) = warnings_of({"memplug": ON, "zero_optimization": zero})
     assert "offload_optimizer: cpu and zero_optimization.offload_param: cpu" in warning

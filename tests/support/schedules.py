@@ -98,7 +98,7 @@ class Action(NamedTuple):
 
 @cache
 def scripts(source: str) -> dict[str, tuple[Action, ...]]:
-    """Return the three scripts of a layer in the middle of a recorded model that recomputes."""
+    """Return what a middle layer of a recorded model does, in forward, in recomputation ("saving") and in backward."""
     step = cut(load(DATA / f"{source}.npz"), 1)
     events = step.events
     borders = np.flatnonzero(np.diff(events["layer"], prepend=-2) | np.diff(events["phase"], prepend=-2))

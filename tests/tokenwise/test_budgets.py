@@ -53,7 +53,7 @@ def test_budget_covers_all_memory_of_the_rank_up_to_the_device_size(allocator: d
     assert room_gib(None, 500.0) == pytest.approx(30)
 
 
-def test_room_excludes_the_step_peak_and_bytes_reserved_beside_it(
+def test_plan_may_keep_what_step_peak_and_other_reserved_bytes_leave(
     allocator: dict[str, int],
 ) -> None:
     """The peak is that of the observed step, without memory of an earlier plan or of loading the model."""

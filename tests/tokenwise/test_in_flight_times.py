@@ -84,7 +84,7 @@ def test_regions_hold_at_most_the_allowed_bytes(most_bytes: int) -> None:
 
 
 def most_held(promised_bytes: int | None) -> int:
-    """Return the most bytes that a stack's regions hold; their inputs are most of what full recomputation holds."""
+    """Return the peak of the bytes that a stack's regions hold; under full recomputation, mostly their inputs."""
     torch.manual_seed(0)
     model = Stack(40)
     reference = twin(model)

@@ -44,7 +44,7 @@ def test_last_layers_are_plain_while_the_device_has_room(room: int, plain_instan
     assert solution.host_bytes >= 10 * (4 - plain_instances), "only the inputs of the other instances are offloaded"
 
 
-def test_each_kind_of_layer_has_the_same_share_of_plain_layers() -> None:
+def test_same_share_of_each_kind_of_layer_runs_as_without_memplug() -> None:
     other = replace(REGION, key="other", instances=8, saved_bytes=50)
     solution = plain.solve_partly([REGION, other], replace(BUDGET, device_bytes=400))
     assert solution is not None

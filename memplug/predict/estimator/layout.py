@@ -80,7 +80,7 @@ class RankLayout:
         for name in (name for name in LEFT_OUT if fields.get(name)):
             raise EstimateError(
                 f"the model has {name}, which an estimate of Megatron-Core does not support",
-                "Remove it from the file, or estimate a Llama without Megatron-Core's options.",
+                f"Remove {name} from the model's file, or leave out the options of Megatron-Core.",
             )
         heads = fields["num_attention_heads"]
         sizes = {"num_attention_heads": heads, "num_key_value_heads": fields.get("num_key_value_heads", heads)}

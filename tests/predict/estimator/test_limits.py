@@ -56,7 +56,7 @@ def test_limit_search_converges_when_memory_slope_has_a_kink(bend, steeper, begi
 
 
 @given(flat=st.integers(1, 10**6), begin=BEGIN)
-def test_limit_search_avoids_huge_steps_while_memory_is_flat(flat, begin):
+def test_limit_search_tries_no_huge_sizes_while_memory_is_flat(flat, begin):
     limit = 2 * flat
     found, tried = searched(lambda count: max(flat, count), begin, limit)
     assert found <= limit < found + precise(found) or len(tried) == MOST_STEPS

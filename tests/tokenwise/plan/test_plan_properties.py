@@ -93,9 +93,10 @@ def test_automatic_plan_is_never_worse_than_fixed_alpha_or_recompute(regions, li
 @given(problems, budgets, st.floats(1.0, 4.0), st.integers(0, 500).map(MIB.__mul__))
 @settings(max_examples=80, deadline=None)
 def test_more_bandwidth_or_memory_never_makes_the_step_longer(regions, limits, faster, more_bytes):
-    """Begin with host memory for all inputs.
+    """Begin with enough host memory for all inputs.
 
-    With less of it no input is swapped, and the step may be shorter: once all inputs fit, they have to be swapped.
+    If all inputs fit, they must be swapped. If they do not fit, none is swapped, and the step may be shorter. So the
+    property holds only from that amount of memory on.
     """
     inputs = sum(layer.instances * layer.input_bytes for layer in regions)
     limits = replace(limits, host_bytes=inputs + limits.host_bytes)

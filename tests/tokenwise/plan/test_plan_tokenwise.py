@@ -305,7 +305,7 @@ def test_two_costliest_tensors_are_swapped_if_two_may_be_in_flight():
 def wide_layer(count):
     """Return a region of `count` operators; each matmul is followed by two elementwise operators.
 
-    Backward needs all of their outputs.
+    Backward needs the outputs of all `count` operators.
     """
     operators = [
         operator(
