@@ -1,7 +1,8 @@
 """Plans as files: one JSON object, written whole or not at all, and refused with a reason if it was changed.
 
 The first line has the format, and a digest of all that follows. After it come the fingerprint, the state that a
-training resumes from, and the techniques' parts by name. `memplug.plans.schema.PlanPart` reads the parts.
+training resumes from, and the techniques' parts by name. `load` leaves each part a dict;
+`memplug.plans.schema.PlanPart` reads it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def load(path: str | Path) -> MemoryPlan:
     """Read a plan that `save` wrote, without judging whether it is sound and fits this run.
 
     Raises:
-        LayoutError: the file is missing, is no plan, was changed or cut short, or another version of memplug wrote it.
+        LayoutError: the file is missing, is no plan, was changed or cut short, or is of another format than `FORMAT`.
     """
     path = path_of(path, "memory plan (.json)", LayoutError)
     with opened(path, "memory plan (.json)", LayoutError) as file:

@@ -89,7 +89,7 @@ def load(path: str | Path) -> Trace:
         The trace, equal to the saved one.
 
     Raises:
-        TraceError: the file is missing, is no trace, is damaged or truncated, or another version of memplug wrote it.
+        TraceError: the file is missing, is no trace, is damaged or truncated, or is of an unknown format.
     """
     path = path_of(path, "trace (.npz)", TraceError)
     with opened(path, "trace (.npz)", TraceError) as file:
@@ -124,7 +124,9 @@ def _read(arrays: dict[str, np.ndarray]) -> Trace:
 
 
 def _read_legacy(rows: np.ndarray) -> Trace:
-    """Return a trace that has only requests, from int64 rows of `_LEGACY_COLUMNS`; request and layer may be -1.
+    """Return a trace that has only requests, from int64 rows of `_LEGACY_COLUMNS`.
+
+    A request of -1 was allocated before the recording; a layer of -1 means outside of all layers.
 
     Phases below 100 number the forwards and backwards of a step. The file does not say which is which, so each becomes
     `Pass.EITHER` with its number as the micro-batch. Phase 100 is the optimizer, phase 200 the time before the first
@@ -142,7 +144,7 @@ def _read_legacy(rows: np.ndarray) -> Trace:
     events["operator"] = -1
     numbers, events["phase"] = np.unique(columns["phase"], return_inverse=True)
     layers, events["layer"] = np.unique(columns["layer"], return_inverse=True)
-    # `layers` is sorted, so a -1 comes first; it must stay -1
+    # `np.unique` sorts, so layer -1 has got index 0; make it -1 again
     outside = int(layers.size > 0 and layers[0] == -1)
     events["layer"] -= outside
     previous = np.concatenate([[100], columns["phase"]])[:-1]
@@ -181,7 +183,7 @@ def _digest(arrays: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _write_npz(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
-    # numpy.savez would add the time of writing, so that equal traces would make different files
+    # numpy.savez does not promise that equal traces make equal files
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, array in arrays.items():
             entry = zipfile.ZipInfo(f"{name}.npy")
@@ -191,7 +193,7 @@ def _write_npz(file: BinaryIO, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _read_npz(file: BinaryIO) -> dict[str, np.ndarray]:
-    """Return those members of an .npz that a trace has, read-only; do not read other members."""
+    """Return, as read-only arrays, the members of an .npz that a trace has; do not read any others."""
     size = os.fstat(file.fileno()).st_size
     if not zipfile.is_zipfile(file):
         raise TraceError("not a trace, or cut short: it is no .npz file")

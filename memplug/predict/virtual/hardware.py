@@ -16,9 +16,9 @@ from memplug.files import path_of
 
 SOURCES = ("measured", "fitted", "published", "scaled", "assumed")
 LINK_RATES = tuple(f"{to}{both}_bytes_per_s" for both in ("", "_both") for to in ("to_host", "to_device"))
-"""Entries of a profile that are one `Rate` each; the rate's sizes are the bytes of a copy."""
+"""Entries of a profile that are one `Rate` each, by the bytes of a copy."""
 RATES = ("matmul_flops", "attention_forward_flops", "attention_backward_flops")
-"""Entries of a profile that are several `Rate`s, by dtype or attention back end."""
+"""Entries of a profile that are several `Rate`s each, one for each dtype or attention back end."""
 PROFILES = Path(__file__).with_name("profiles")
 """Folder of the profiles that memplug ships; in the repository, a link to configs/hardware."""
 
@@ -65,8 +65,8 @@ class GpuProfile:
         matmul_flops: Rates of matrix products, in floating-point operations per second, by dtype such as "bfloat16". A
             rate's sizes are the floating-point operations of a product.
         attention_forward_flops: Rates of attention's forward, in floating-point operations per second, by back end such
-            as "flash"; the first back end is the default. A rate's sizes are the keys in a sequence. Per pair of tokens
-            and output channel, causal attention counts 2 operations, other attention 4.
+            as "flash"; the first back end is the default. A rate's sizes are the keys in a sequence. For each query,
+            key and output channel, causal attention counts 2 operations, other attention 4.
         attention_backward_flops: Rates of attention's backward, by the same sizes; causal attention counts 5
             operations, other attention 10.
         memory_bytes_per_s: Bandwidth of device memory, which bounds operators that compute little.
@@ -140,7 +140,7 @@ class GpuProfile:
         * "measured".
         * "fitted": to measured steps.
         * "published".
-        * "scaled": the published value, times the ratio of the fitted to the published value on other hardware.
+        * "scaled": the published value, times (fitted / published) of other hardware.
         * "assumed".
 
         Args:
@@ -172,10 +172,10 @@ class GpuProfile:
         return cls(**values)
 
     def attention(self, backend: str | None) -> str:
-        """Return the name of an attention back end.
+        """Check the name of an attention back end, and return it.
 
         Args:
-            backend: The back end; None: the profile's first one.
+            backend: The name; None: that of the profile's first back end.
 
         Raises:
             HardwareError: The profile has no such back end.

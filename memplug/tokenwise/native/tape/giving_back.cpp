@@ -1,4 +1,4 @@
-// Gives the tensors that a frame's forward saved back to autograd.
+// Gives autograd back the tensors that a frame's forward saved.
 #include <algorithm>
 
 #include "frame.h"
@@ -97,7 +97,7 @@ Substitute Frame::substitute(size_t index) {
       found.rows = rows;
     }
     consume(part.swapped);
-    // the pass repeats the forward's writes, so it gets a copy of a tensor that stays for a later backward
+    // the recompute pass repeats the forward's writes; if the tensor stays for a later backward, they go to a copy
     const bool stays = part.swapped->mutated && part.swapped->tensor.defined();
     found.tensors.push_back(stays ? copy_of(tensor) : alias_of(tensor));
   }
@@ -120,7 +120,7 @@ at::Tensor Frame::base_of(int32_t storage, size_t end, std::vector<std::shared_p
     read.push_back(input);
     return input->mutated ? copy_of(tensor) : tensor;
   }
-  // before the forward has ended, no version is compared
+  // writes are no error while the forward still runs
   const bool changes = !is_over_ || changing.count(storage) > 0;
   return ordered(forward.given_again(storage, forward.storages.regathered[storage], changes, end));
 }
@@ -130,7 +130,7 @@ Frame::Restoration Frame::begin_pass() {
   for (const size_t index : pass.indices) {
     pass.wanted.push_back(&forward.saved[index].use);
   }
-  // fewer than `decisions->wanted` if parts of the autograd graph have died
+  // the storages still wanted: fewer than `decisions->wanted` if parts of the autograd graph have died
   const auto wanted = storages_of(pass.indices);
   const auto reads = wanted == decisions->wanted ? decisions->reads : read_by(*tape, decisions->actions, wanted);
   const auto last = std::find_if(decisions->actions.rbegin(), decisions->actions.rend(), [](Action action) {
