@@ -1,6 +1,6 @@
 """The list of layout planners; imports none of them.
 
-The choices of the block and of the commands, their help texts and the JSON schema come from this list; the table in
+The values of `arena.planner` and `--planner`, their help texts and the JSON schema come from this list; the table in
 memplug/arena/README.md repeats it.
 """
 
@@ -23,8 +23,9 @@ class Planner:
         does: The planner's method, as in the table of memplug/arena/README.md.
         suits: The inputs that the planner suits, as in that table.
         module: Name of the module with `solve(problem, *, deadline_s, enough_bytes)`. This function returns a
-            `Solution` named `name` by `deadline_s` on the clock of `time.monotonic`. It may stop at a height of
-            `enough_bytes`; with None, at the lower bound. It may ignore streams.
+            `Solution` whose `planner` is `name`. It ends at `deadline_s`, but not before it has a solution. It may end
+            earlier, at a height of `enough_bytes` (None: the problem's lower bound). It may take all requests to be
+            on one stream, since its caller reduces the problem to one.
     """
 
     name: str
@@ -37,7 +38,7 @@ class Planner:
 
         Args:
             problem: The requests to place.
-            deadline_s: When to return, on the clock of `time.monotonic`.
+            deadline_s: When to end, on the clock of `time.monotonic`; a first solution may take longer.
             enough_bytes: Height at which the planner may stop; None: the lower bound.
         """
         return importlib.import_module(self.module).solve(problem, deadline_s=deadline_s, enough_bytes=enough_bytes)
@@ -82,6 +83,6 @@ def named(name: str) -> Planner:
 
 
 def listed(mark: str = "") -> str:
-    """Return the planners' names as text, each between marks: "search, exact, bilevel and spatiotemporal"."""
+    """Return the names as text, `mark` around each; without marks "search, exact, bilevel and spatiotemporal"."""
     *first, last = (f"{mark}{planner.name}{mark}" for planner in PLANNERS)
     return f"{', '.join(first)} and {last}"

@@ -1,4 +1,4 @@
-"""Runs parts of a region as units: modules by their class, and custom autograd functions that launch hidden kernels."""
+"""Runs parts of a region as units: modules, through a subclass of their class, and hidden functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _unit_class(original: type) -> type:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         unit = self.__dict__.get(UNIT)
-        if unit is None or torch.compiler.is_dynamo_compiling():  # compiled code lies outside regions
+        if unit is None or torch.compiler.is_dynamo_compiling():  # Dynamo traces only outside of regions
             return original.forward(self, *args, **kwargs)
         return unit.run(functools.partial(original.forward, self), args, kwargs)
 
@@ -62,10 +62,10 @@ def watch_functions(functions: HiddenFunctions, attached: AttachedModel) -> None
     original, held = vars(base)["apply"], weakref.ref(functions)
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        call, watching = original.__get__(None, cls), held()
+        call, watching = original.__get__(None, cls), held()  # `original` is C++ from torch 2.15 on: no `__func__`
         return call(*args, **kwargs) if watching is None else watching.apply(cls, call, args, kwargs)
 
-    patched = classmethod(functools.update_wrapper(apply, base.apply))  # from torch 2.15 on `base.apply` is C++
+    patched = classmethod(functools.update_wrapper(apply, base.apply))
     base.apply = patched
 
     def undo() -> None:

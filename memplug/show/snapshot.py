@@ -2,8 +2,8 @@
 
 A trace has sizes but no addresses. So this module makes them up: it places each request in the smallest gap that it
 fits into, in one segment for each stream, with sizes rounded up to 512 bytes as on CUDA. Requests that are live
-together never overlap. The gaps between blocks say nothing about the recorded run. Requested sizes, order, and the
-stack frames of each block are those of the recording.
+together never overlap. The gaps between blocks say nothing about the recorded run. The order of the requests, their
+unrounded sizes, operators, layers and phases are those of the recording.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def write_snapshot(trace: Trace, path: str | Path) -> None:
 
 
 def snapshot(trace: Trace) -> dict[str, Any]:
-    """Return what `torch.cuda.memory._snapshot()` would return for this recording: only dicts, lists, str and int.
+    """Return the recording in the form of `torch.cuda.memory._snapshot()`: only dicts, lists, str and int.
 
     Each allocation has up to three stack frames, innermost first: operator, layer and phase. A stack frame's line
-    number is the running number of the operator, layer or phase. The category of an allocation is the kind of its
-    phase. Memory that was in use before the recording is in the first segment: one block for each later free whose size
-    is known, and one for the rest.
+    number is the index of the operator, layer or phase in the trace. The category of an allocation is the kind of its
+    phase. Memory that was in use before the recording is in the segment of the first stream: one block for each of its
+    frees whose size is known, and one for the rest.
     """
     return _Writer(trace).snapshot()
 
@@ -142,11 +142,11 @@ class _Writer:
 
 
 class _Space:
-    """A range of addresses, parts of which are in use; `size` spans from `start` to the highest end in use so far."""
+    """A range of addresses, parts of which are in use; `size` reaches from `start` to the highest end so far."""
 
     def __init__(self, start: int) -> None:
         self.start, self.size = start, 0
-        self._gaps = [(start, start + _SEGMENT_STRIDE)]  # [from, to), sorted; the last gap was never in use
+        self._gaps = [(start, start + _SEGMENT_STRIDE)]  # [from, to), sorted; the last one ends the range
 
     def place(self, size: int) -> int:
         """Take `size` bytes of the smallest gap that holds them, and return their address."""

@@ -68,12 +68,12 @@ class RankLayout:
 
         Args:
             shape: The model's shape.
-            layers: The number of layers that train.
+            layers: The number of decoder layers to train; may be fewer than the shape has.
             seq_len: Tokens in a sequence.
 
         Raises:
-            EstimateError: A size does not divide the dimension that it splits, an option is set without another one
-                that it needs, or the model has a feature in `LEFT_OUT`.
+            EstimateError: A size does not divide what it splits, an option or a mixture needs another option, `expert`
+                needs experts that the model lacks, or the shape sets a field of `LEFT_OUT`.
         """
         fields, experts = shape.fields, shape.fields.get("num_local_experts", 0)
         divides("--tensor × --context × --pipeline", self.tensor * self.context * self.pipeline, self.gpus, "--gpus")
@@ -88,7 +88,7 @@ class RankLayout:
         for name, size in sizes.items():
             divides("--tensor", self.tensor, size, f"the model's {name}")
         divides("--pipeline", self.pipeline, layers, "the number of layers")
-        if self.context > 1:  # each rank has two pieces: one near the beginning of the sequence, one near its end
+        if self.context > 1:  # each rank has two pieces of the sequence, one from each half
             divides("twice --context", 2 * self.context, seq_len, "--seq-len")
         if self.sequence:
             divides("--tensor, with --sequence,", self.tensor, seq_len // self.context, "a rank's tokens")

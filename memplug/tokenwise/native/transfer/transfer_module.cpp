@@ -16,7 +16,7 @@ namespace memplug {
 
 namespace {
 
-py::object* raise_failure = nullptr; // never destroyed: graphs may outlive Python's modules
+py::object* raise_failure = nullptr; // not destroyed at exit: autograd graphs may outlive Python's modules
 
 } // namespace
 
