@@ -1,9 +1,10 @@
 """The annex: memory for requests whose planned bytes a leftover holds.
 
-A leftover is a block that outlives its step although the plan did not know. From the next step on, the native arena
-leaves the leftover's request to torch's allocator (native/leftovers.cpp), so leftovers stay few. Yet each occupies
-bytes that the plan gives to other requests. The annex, memory beside the arena, serves these displaced requests while
-there are leftovers. It is as large as the most bytes that displaced requests have in use at once, plus `SPARE_SHARE`.
+A leftover is a block that outlives its step although the plan did not know. In later steps the native arena leaves the
+same request to torch's allocator (native/leftovers.cpp), so leftovers stay few. Yet each occupies bytes that the plan
+gives to other requests. The annex, memory beside the arena, serves these displaced requests while there are leftovers.
+Its size is the most bytes that displaced requests have in use at once, plus `SPARE_SHARE`. If that stays too small, the
+annex grows to at most `MOST` times those bytes. It is never larger than the arena's reused part (a step's blocks).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class LeftoverRoom:
             tables: the tables of that plan.
 
         Returns:
-            True if the annex changed.
+            True if the annex changed, or could not be reserved.
         """
         if not step.leftover_bytes:
             self._crowded_steps = 0
@@ -75,7 +76,7 @@ def displaced_bytes(plan: AddressPlan, tables: ArenaTables, held: list[tuple[int
     Args:
         plan: the plan in force.
         tables: the tables of that plan.
-        held: ranges [begin, end) of bytes in the reused part that leftovers hold.
+        held: byte ranges [begin, end) of the arena's reused part that leftovers hold.
     """
     requests = tables.requests
     begins, ends = requests["offset"], requests["offset"] + requests["size"]

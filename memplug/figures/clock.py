@@ -1,4 +1,4 @@
-"""Phases and layers along a clock: their stretches, the bars that show them, and the points of a curve to draw.
+"""Finds the stretches of phases and layers on a clock, draws them as bars, and thins out a curve of memory in use.
 
 A clock is the horizontal axis of a recording: it counts operators or memory events. A stretch is an interval on the
 clock in which one phase or one layer runs.
@@ -72,7 +72,7 @@ def runs(values: np.ndarray, at_most: int = 2000) -> Stretches:
 
 
 def layer_runs(rows: np.ndarray, at_most: int = 2000) -> Stretches:
-    """Return the stretches of layers among operators or events, see `runs`; a new phase also begins a new stretch."""
+    """Return the stretches of layers in a table of operators or events, like `runs`; each new phase begins one too."""
     layers = int(rows["layer"].max(initial=-1)) + 2
     found = runs(rows["phase"].astype(np.int64) * layers + rows["layer"] + 1, at_most)
     return found._replace(value=found.value % layers - 1)
@@ -88,7 +88,7 @@ def m4(in_use: np.ndarray, places: np.ndarray, length: int, bins: int) -> np.nda
 
     Args:
         in_use: Memory in use after each event.
-        places: Place of each event on the clock.
+        places: Position of each event on the clock, in increasing order.
         length: Length of the clock.
         bins: Number of equal parts of the clock.
 

@@ -29,7 +29,7 @@ from memplug.words import size
 _IN_USE = ColourGroup("in use", "#9fb4c7")
 _SIZE_CLASSES = 6
 _CURVE_BINS = 1000
-_CURVE_ROOM = 1.35  # end of the axis, in heights of the arena; leaves space for the arena's label
+_CURVE_ROOM = 1.35  # the axis ends at this many heights of the arena, so that the arena's label fits
 _REUSABLE_AT_MOST = 12  # groups whose reusable space is drawn; more would hide everything
 
 
@@ -54,7 +54,7 @@ def column(plan: AddressPlan) -> Column:
 
 
 def span(problem: Problem) -> tuple[int, int]:
-    """Return the ends of the clock: the first lower and the last upper."""
+    """Return the ends of the clock: where the first lifetime begins, and where the last one ends."""
     table = problem.buffers
     if not len(table):
         return 0, 1
@@ -62,7 +62,10 @@ def span(problem: Problem) -> tuple[int, int]:
 
 
 def _curve(plan: AddressPlan, clock: tuple[int, int]) -> Panel:
-    """Draw the bytes in use (fewer points, but every maximum), and a line at the arena's height."""
+    """Draw the bytes in use, their peak, and a line at the arena's height.
+
+    If there are many points, draw only those that `m4` keeps; the peak is one of them.
+    """
     times, live = live_bytes(plan.problem.buffers)
     if len(times) > 4 * _CURVE_BINS:
         kept = m4(live, times - clock[0], clock[1] - clock[0], _CURVE_BINS)
@@ -80,7 +83,7 @@ def _curve(plan: AddressPlan, clock: tuple[int, int]) -> Panel:
 
 
 def rectangles(plan: AddressPlan) -> dict[str, Rectangles]:
-    """Return the requests as rectangles, by each way to colour them: "phase" and "layer", or "size"."""
+    """Return rectangles for all requests, coloured by "phase" and by "layer"; without phases, by "size"."""
     problem, offsets = plan.problem, plan.solution.offsets
     table = problem.buffers
     words = (

@@ -1,4 +1,4 @@
-// How the simulated allocator takes memory from the device: as segments, or by mapping pages of address ranges.
+// How the virtual device's allocator reserves and releases memory: as segments, or by mapping pages of address ranges.
 #include <algorithm>
 #include <new>
 
@@ -8,8 +8,8 @@ namespace memplug {
 namespace {
 
 constexpr int64_t kMiB = 1 << 20;
-constexpr int64_t kSmallSegment = 2 * kMiB, kLargeSegment = 20 * kMiB; // bytes; also of expandable segments' pages
-constexpr int64_t kLarge = 10 * kMiB; // a request of this size or more gets a segment of its own size
+constexpr int64_t kSmallSegment = 2 * kMiB, kLargeSegment = 20 * kMiB; // bytes; expandable pages have the same sizes
+constexpr int64_t kLarge = 10 * kMiB; // a request of this size or more gets a segment of its size, rounded up to kRound
 constexpr int64_t kRound = 2 * kMiB;
 constexpr int64_t kRange = (int64_t(1) << 38) / kLargeSegment * kLargeSegment; // bytes of a range; more than any device has
 
@@ -81,8 +81,8 @@ CachingMemory::PoolBlock* CachingMemory::expanded(Pool& pool, int64_t size) {
   return put(block);
 }
 
-// Finds adjacent free blocks with at least `size` bytes together, at least one of them unmapped, and returns the first
-// block; prefers low addresses. If there are none, returns a new range.
+// Finds the lowest address at which adjacent free blocks, not all of them mapped, have at least `size` bytes together.
+// Returns the first of these blocks, or a new range if there are none.
 CachingMemory::PoolBlock* CachingMemory::place_in_range(Pool& pool, int64_t size) {
   for (char* const address : pool.unmapped) {
     PoolBlock* first = blocks_.at(address).get();
@@ -137,7 +137,7 @@ bool CachingMemory::unmap(PoolBlock* block) {
   return true;
 }
 
-// Returns the bytes of free blocks that `release_free` cannot release.
+// Returns the number of mapped bytes in free blocks that `release_free` cannot release.
 int64_t CachingMemory::holes() const {
   int64_t nbytes = 0;
   for (const auto& [address, block] : blocks_) {

@@ -21,7 +21,7 @@ bool is_fake() {
 
 Observer::Observer(Forward& forward) : forward_(forward), outer_(current) {
   current = this;
-  if (outer_ != nullptr) { // the outer observer does not see the operators that run from now on
+  if (outer_ != nullptr) { // the outer observer sees no operators until this one is destroyed
     outer_->forward_.blind(NESTED);
   }
   if (!at::isRecordFunctionEnabled()) {
@@ -134,8 +134,8 @@ Observer::Running Observer::begin(const at::RecordFunction& function, const Oper
   return {What::LEAF, false, 0};
 }
 
-// Counts the collectives that the running leaf, another library's operator, launches and waits for. In a recompute pass
-// either all ranks must run such an operator again, or none.
+// Counts the collectives that the running leaf launches and waits for, if it is another library's operator. If it
+// launches any, then in a recompute pass either all ranks must run it again, or none.
 void Observer::look_inside(const at::RecordFunction& function) {
   const Operator* const op = operator_of(function);
   if (op == nullptr) {
@@ -168,7 +168,7 @@ void Observer::end(OperatorCall& call) {
   const at::RecordFunction& function = call.function;
   Observer* const observer = current;
   if (observer == nullptr || observer->running_.empty()) {
-    return; // the operator began before the observer existed
+    return; // the operator began under another observer
   }
   const Running running = observer->running_.back();
   observer->running_.pop_back();
