@@ -72,7 +72,7 @@ def tell(attached: AttachedModel, what: str) -> None:
 
 def _call_directly(wrapper: Any, attached: AttachedModel) -> None:
     own = wrapper.checkpoint_fn
-    wrapper.checkpoint_fn = direct = _Direct(own)
+    wrapper.checkpoint_fn = direct = _Direct(own, attached)
     tell(attached, "CheckpointWrapper")
 
     def undo() -> None:
@@ -86,19 +86,22 @@ class _Direct:
     """Replaces a checkpoint: calls the checkpointed function directly with its arguments.
 
     A reentrant checkpoint without an argument that requires gradients gives parameters no gradients. Such a call still
-    runs the script's checkpoint, to keep this effect. Copies and pickles contain the script's checkpoint.
+    runs the script's checkpoint, to keep this effect; so does a call while regions run as without memplug. Copies and
+    pickles contain the script's checkpoint.
 
     Args:
         own: the script's checkpoint, with its options bound.
+        attached: the session of the region.
     """
 
-    def __init__(self, own: Callable[..., Any]):
-        self._own = own
+    def __init__(self, own: Callable[..., Any], attached: AttachedModel):
+        self._own, self._attached = own, weakref.ref(attached)
         options = own.keywords if isinstance(own, functools.partial) else {}
         self._may_be_reentrant = options.get("use_reentrant") is not False
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._may_be_reentrant and not any(map(_takes_gradients, args)):
+        stays = self._may_be_reentrant and not any(map(_takes_gradients, args))
+        if stays or not _runs_regions(self._attached):
             return self._own(function, *args, **kwargs)
         return function(*args, **kwargs)
 
@@ -130,7 +133,7 @@ class LayersFunction:
         if attached is None or not replaces(attached):
             return own
         tell(attached, FLAG)
-        return _Direct(own)
+        return _Direct(own, attached)
 
     def __set__(self, layer: nn.Module, function: Any) -> None:
         """Set the layer's own checkpoint."""
@@ -159,8 +162,9 @@ class ReentrantCheckpoints:
 
     def __init__(self) -> None:
         self._sessions = 0
-        self._with_regions: set[Any] = set()
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the keys with regions that are modules
+        # the sessions whose regions a function contains, by the function's key: code, or a module
+        self._by_code: dict[Any, weakref.ref[AttachedModel]] = {}
+        self._by_module: weakref.WeakKeyDictionary[nn.Module, weakref.ref[AttachedModel]] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[Any, Any, Any]] = []  # Python module, its own class, memplug's class
         self._running = _Running()
 
@@ -179,8 +183,8 @@ class ReentrantCheckpoints:
         self._sessions -= 1
         if self._sessions:
             return
-        self._with_regions.clear()
-        self._modules.clear()
+        self._by_code.clear()
+        self._by_module.clear()
         while self._replaced:
             module, own, following = self._replaced.pop()
             if getattr(module, _CLASS) is following:  # otherwise other code has replaced it; ours then calls `own`
@@ -206,8 +210,11 @@ class ReentrantCheckpoints:
                 'replace it: "tokenwise": {"checkpointing": "replace"}.',
                 code="MP002",
             )
-        (self._modules if isinstance(key, nn.Module) else self._with_regions).add(key)
+        self._sessions_by(key)[key] = weakref.ref(attached)
         tell(attached, "reentrant checkpoint")
+
+    def _sessions_by(self, key: Any) -> Any:
+        return self._by_module if isinstance(key, nn.Module) else self._by_code
 
     @staticmethod
     def _places() -> list[tuple[Any, Apply]]:
@@ -220,8 +227,9 @@ class ReentrantCheckpoints:
     def _following(self, own: Any, convert: Apply) -> Any:
         def apply(cls: type, function: Any, *args: Any) -> Any:
             key = _key(function)
-            known = self._modules if isinstance(key, nn.Module) else self._with_regions
-            if key in known and torch.is_grad_enabled() and any(map(_takes_gradients, args)):
+            attached = self._sessions_by(key).get(key)
+            has_gradients = torch.is_grad_enabled() and any(map(_takes_gradients, args))
+            if attached is not None and has_gradients and _runs_regions(attached):
                 return convert(function, *args)
             outer, self._running.key = self._running.key, key
             try:
@@ -246,6 +254,12 @@ def _as_deepspeeds(function: Any, outputs: list[Any], *args: Any) -> None:
     else:
         found = _as_torchs(function, True, *args)
     outputs += [found] if isinstance(found, torch.Tensor) else found
+
+
+def _runs_regions(reference: weakref.ref[AttachedModel]) -> bool:
+    """Return whether the session's regions would run as regions now."""
+    attached = reference()
+    return attached is not None and attached.executor.runs_regions
 
 
 def _takes_gradients(value: Any) -> bool:

@@ -377,3 +377,16 @@ def test_checkpoint_of_unknown_kind_keeps_frozen_inputs_without_gradients() -> N
         del model.model.layers[0]._gradient_checkpointing_func
         assert not hasattr(model.model.layers[0], "_gradient_checkpointing_func")
     assert not any("layers.0" in name for name in expected[0])
+
+
+@pytest.mark.parametrize("model", ["each_layer, reentrant", "closures, reentrant"], indirect=True)
+def test_reentrant_checkpoint_stays_where_saved_tensor_hooks_are_disabled(model: Stack) -> None:
+    expected = trained(twin(model))
+    with memplug.attach(model, block(alpha=0, regions=LAYERS)) as session:
+        trained(model, session=session)
+        Counting.forwards = 0
+        with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+            measured = trained(model, session=session)
+    assert Counting.forwards == 2 * 4 * 3
+    for ours, theirs in zip(measured, expected, strict=True):
+        assert_same(ours, theirs, exact=True)

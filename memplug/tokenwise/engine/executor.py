@@ -127,6 +127,11 @@ class Executor(ExecutorCalls):
         self._stop_watching = weakref.finalize(self, watching().end)  # also runs if `close` is never called
         self._stop_watching.atexit = False
 
+    @property
+    def runs_regions(self) -> bool:
+        """Return whether a forward with gradients would run as a region now: see `AsTheyAre`."""
+        return not self._as_they_are.is_so()
+
     def time_forwards(self, listener: Callable[[Region, Any, Tape], None] | None) -> None:
         """Take device times around every operator of all regions, from the next forward on.
 
