@@ -102,7 +102,7 @@ def _document(file: BinaryIO) -> dict[str, Any]:
     if version != FORMAT:
         raise LayoutError(
             f"a plan of format {version}, and this memplug reads format {FORMAT}",
-            "Install the memplug that made it, or make it again with this one: `memplug plan`.",
+            "Install the memplug that made it or a newer one, or make it again with this one: `memplug plan`.",
         )
     content = file.read()
     if hashlib.sha256(content).hexdigest().encode() != match[2]:
