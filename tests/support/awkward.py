@@ -113,7 +113,8 @@ def _stop(gradient: torch.Tensor) -> None:
 
 def live_tensors() -> list[weakref.ref[torch.Tensor]]:
     """Return a weak reference to each tensor that Python holds now."""
-    return [weakref.ref(thing) for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    # by type: `isinstance` would ask a dead weak proxy for its class, which raises
+    return [weakref.ref(thing) for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
 
 
 def left_behind(executor: Any, earlier: Sequence[weakref.ref[torch.Tensor]] = ()) -> dict[str, int]:
