@@ -49,19 +49,26 @@ def take_over(modules: Sequence[tuple[str, nn.Module]], model: nn.Module, attach
         modules: the modules of the session's regions, with their names.
         model: the whole model.
         attached: the session.
+
+    Raises:
+        ConflictError: the block refuses a `CheckpointWrapper` that is around a region.
     """
     reentrant = reentrant_checkpoints()
     reentrant.begin()
     end = weakref.finalize(attached, reentrant.end)  # also if the session is just dropped
     attached.at_detach(end)
-    if not replaces(attached):
-        return
-    if any(getattr(module, FLAG, False) and FUNCTION in vars(module) for _, module in modules):
+    if replaces(attached) and any(getattr(module, FLAG, False) and FUNCTION in vars(module) for _, module in modules):
         tell(attached, FLAG)
     regions = {id(module) for _, module in modules}
     wrappers = torch_private.checkpoint_wrappers()
     for wrapper in model.modules():
         if isinstance(wrapper, wrappers) and id(wrapper._checkpoint_wrapped_module) in regions:
+            if not replaces(attached):
+                raise ConflictError(
+                    "a CheckpointWrapper is around a region, and memplug recomputes it too",
+                    'Leave out the wrapper, or let memplug replace it: "tokenwise": {"checkpointing": "replace"}.',
+                    code="MP002",
+                )
             _call_directly(wrapper, attached)
 
 

@@ -120,10 +120,16 @@ def torch_as_before() -> Iterator[None]:
 
 
 def trained(model: nn.Module, steps: int = 3, session: Any = None) -> list[dict[str, torch.Tensor]]:
+    """Return each step's gradients of a stack or a Llama; equal arguments give equal batches and dropout."""
     torch.manual_seed(1)
     found = []
-    for _ in range(steps):
-        model(torch.randn(2, 6, 16)).backward()
+    for seed in range(steps):
+        if isinstance(model, Stack):
+            loss = model(torch.randn(2, 6, 16))
+        else:
+            x = tokens(seed)
+            loss = model(input_ids=x, labels=x).loss
+        loss.backward()
         found.append({name: gradient.clone() for name, gradient in gradients(model).items()})
         model.zero_grad()
         if session is not None:
@@ -183,19 +189,6 @@ def enable(model: nn.Module, reentrant: bool) -> None:
     model.enable_input_require_grads()
 
 
-def llama_trained(model: nn.Module, session: Any = None, steps: int = 3) -> list[dict[str, torch.Tensor]]:
-    torch.manual_seed(2)
-    found = []
-    for seed in range(steps):
-        x = tokens(seed)
-        model(input_ids=x, labels=x).loss.backward()
-        found.append({name: gradient.clone() for name, gradient in gradients(model).items()})
-        model.zero_grad()
-        if session is not None:
-            session.step()
-    return found
-
-
 @alphas
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("when", ["before attaching", "after attaching", "between two steps"])
@@ -207,7 +200,7 @@ def test_hugging_faces_flag_is_replaced_whenever_it_is_set(
 ) -> None:
     reference = tiny_llama(attention_dropout=0.1).train()
     enable(reference, reentrant)
-    expected = llama_trained(reference, steps=4)
+    expected = trained(reference, steps=4)
     model = tiny_llama(attention_dropout=0.1).train()
     if when == "before attaching":
         enable(model, reentrant)
@@ -215,9 +208,9 @@ def test_hugging_faces_flag_is_replaced_whenever_it_is_set(
         if when == "after attaching":
             enable(model, reentrant)
         if when == "between two steps":
-            llama_trained(model, session, steps=1)
+            trained(model, session=session, steps=1)
             enable(model, reentrant)
-        measured = llama_trained(model, session, steps=4)
+        measured = trained(model, session=session, steps=4)
         assert model.is_gradient_checkpointing, "the script still sees its flag"
         for ours, theirs in zip(measured, expected, strict=True):
             assert_same(ours, theirs, exact=alpha in (0, 1))
@@ -237,9 +230,9 @@ def test_plain_region_does_not_checkpoint_itself_again(
     with caplog.at_level(logging.INFO, "memplug"), memplug.attach(model, block(alpha=0)) as session:
         for region in session._attached.regions:
             assert not session._attached.plain._modules[region.name].leave()
-        llama_trained(model, session)
+        trained(model, session=session)
     assert not calls and caplog.text.count(REPLACED) == 1
-    llama_trained(model, steps=1)
+    trained(model, steps=1)
     assert len(calls) == 3
 
 
@@ -258,10 +251,10 @@ def test_flag_with_frozen_inputs_gives_the_scripts_gradients() -> None:
             model.disable_input_require_grads()
         return model
 
-    expected = llama_trained(frozen())
+    expected = trained(frozen())
     model = frozen()
     with memplug.attach(model, block(alpha=0)) as session:
-        for ours, theirs in zip(llama_trained(model, session), expected, strict=True):
+        for ours, theirs in zip(trained(model, session=session), expected, strict=True):
             assert_same(ours, theirs, exact=True)
     assert not any("layers.0" in name for name in expected[0])
 
@@ -369,10 +362,10 @@ def test_checkpoint_of_unknown_kind_keeps_frozen_inputs_without_gradients() -> N
         model._set_gradient_checkpointing(True, lambda *args: checkpoint(*args, use_reentrant=True))
         return model
 
-    expected = llama_trained(frozen())
+    expected = trained(frozen())
     model = frozen()
     with memplug.attach(model, block(alpha=0)) as session:
-        for ours, theirs in zip(llama_trained(model, session), expected, strict=True):
+        for ours, theirs in zip(trained(model, session=session), expected, strict=True):
             assert_same(ours, theirs, exact=True)
         del model.model.layers[0]._gradient_checkpointing_func
         assert not hasattr(model.model.layers[0], "_gradient_checkpointing_func")
@@ -390,3 +383,12 @@ def test_reentrant_checkpoint_stays_where_saved_tensor_hooks_are_disabled(model:
     assert Counting.forwards == 2 * 4 * 3
     for ours, theirs in zip(measured, expected, strict=True):
         assert_same(ours, theirs, exact=True)
+
+
+def test_block_refuses_a_checkpoint_wrapper_around_a_region() -> None:
+    model = Stack(2)
+    model.layers[1] = checkpoint_wrapper(model.layers[1], CheckpointImpl.NO_REENTRANT)
+    before = fingerprint(model)
+    with pytest.raises(ConflictError, match=r"CheckpointWrapper is around a region"):
+        memplug.attach(model, block(alpha=0, regions=LAYERS, checkpointing="refuse"))
+    assert fingerprint(model) == before

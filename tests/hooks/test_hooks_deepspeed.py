@@ -89,6 +89,17 @@ def test_engine_with_separately_attached_model_is_refused(cpu_engine: None) -> N
     assert isinstance(memplug.attach(engine), Session)
 
 
+def test_every_step_of_zenflow_counts(cpu_engine: None) -> None:
+    """Use an engine whose `step` counts no update, as ZenFlow's does between two full updates."""
+    engine = make_engine(ds_config())
+    engine.zenflow, engine.step = True, lambda: None
+    session = memplug.attach(engine, block())
+    engine.step()
+    engine.step()
+    assert session.steps == 2 and engine.global_steps == 0
+    session.detach()
+
+
 def test_block_refuses_configured_deepspeed_checkpointing(cpu_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
