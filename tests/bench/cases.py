@@ -6,12 +6,16 @@ No torch here: the parent process stays small.
 |---|---|
 | `keep_all` | unchanged autograd: the ideal |
 | `full` | `torch.utils.checkpoint` around every layer |
+| `reentrant` | the same with `use_reentrant=True` |
+| `flag` | Hugging Face's flag `gradient_checkpointing` set on every layer |
+| `wrapper` | torch's `CheckpointWrapper` around every layer |
 | `selective` | the same, attention outputs saved |
 | `save_on_cpu` | `torch.autograd.graph.save_on_cpu`, pinned on CUDA; on the CPU it moves nothing |
 | `deepspeed` | `deepspeed.checkpointing` around every layer, `cpu_checkpointing` on CUDA only |
 | `offload` | Megatron-Core's fine-grained offloading around attention and norms, the MLP recomputed |
 | `memplug`, `memplug:A` | this package; alpha is "auto", or the number A |
 | `memplug_torch`, `memplug_torch:A` | the same without its arena: torch's own allocator |
+| `memplug_over:M` | `memplug`, attached to a model with the checkpoints of mode M, which memplug replaces |
 
 On the CPU `cpu_checkpointing` is off, since DeepSpeed 0.19 empties the tensors that it has just saved there.
 """
@@ -21,7 +25,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODES = ("keep_all", "full", "selective", "save_on_cpu", "deepspeed", "memplug")
-OWN = ("memplug", "memplug_torch")
+CHECKPOINTS = ("full", "selective", "reentrant", "flag", "wrapper", "deepspeed")
+OWN = ("memplug", "memplug_torch", "memplug_over")
 HOSTS = ("transformers", "megatron", "megatron-te")
 OWN_MODES = {  # all but "memplug" are Megatron-Core's own modes; it offloads only layers of Transformer Engine
     "megatron": ("keep_all", "full", "selective", "memplug"),
@@ -33,10 +38,11 @@ MODELS = ("tiny", "7b", "13b")
 
 def is_mode(name: str) -> bool:
     """Return whether `name` is in the table above."""
-    base, _, alpha = name.partition(":")
-    return name in (*MODES, *OWN, "offload") or (
-        base in OWN and alpha.replace(".", "", 1).isdigit() and float(alpha) <= 1
-    )
+    base, _, rest = name.partition(":")
+    if base == "memplug_over":
+        return rest in CHECKPOINTS
+    is_alpha = not rest or (rest.replace(".", "", 1).isdigit() and float(rest) <= 1)
+    return name in (*MODES, *CHECKPOINTS, "offload") or (base in OWN and is_alpha)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import LlamaConfig
@@ -112,7 +113,7 @@ def prepared(mode: str, case: Case) -> Iterator[Run]:
     if case.host != "transformers":
         from tests.bench import megatron
 
-        run = Run(megatron.stack_of(case, mode))
+        run = Run(megatron.stack_of(case, mode.removeprefix("memplug_over:")))
     else:
         shape = yaml.safe_load((SHAPES / f"{case.model}.yaml").read_text())
         run = Run(Stack({**shape, "num_hidden_layers": case.layers}, case.tokens, case.device))
@@ -131,6 +132,21 @@ def prepared(mode: str, case: Case) -> Iterator[Run]:
 
 def _full(run: Run, case: Case, alpha: str) -> None:
     run.apply = functools.partial(checkpoint, use_reentrant=False)
+
+
+def _reentrant(run: Run, case: Case, alpha: str) -> None:
+    run.apply = functools.partial(checkpoint, use_reentrant=True)
+
+
+def _flag(run: Run, case: Case, alpha: str) -> None:
+    for layer in run.stack.layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+
+
+def _wrapper(run: Run, case: Case, alpha: str) -> None:
+    for index, layer in enumerate(run.stack.layers):
+        run.stack.layers[index] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
 
 
 def _selective(run: Run, case: Case, alpha: str) -> None:
@@ -174,12 +190,22 @@ def _memplug(run: Run, case: Case, alpha: str, arena: bool = True) -> None:
     run.warm_up = 12  # one step is compared, one observed, some try plans, then addresses are planned
 
 
+def _memplug_over(run: Run, case: Case, mode: str) -> None:
+    if case.host == "transformers":
+        _PREPARE[mode](run, case, "")
+    _memplug(run, case, "")
+
+
 _PREPARE: dict[str, Callable[[Run, Case, str], None]] = {
     "keep_all": lambda run, case, alpha: None,
     "full": _full,
+    "reentrant": _reentrant,
+    "flag": _flag,
+    "wrapper": _wrapper,
     "selective": _selective,
     "save_on_cpu": _save_on_cpu,
     "deepspeed": _deepspeed,
     "memplug": _memplug,
     "memplug_torch": functools.partial(_memplug, arena=False),
+    "memplug_over": _memplug_over,
 }

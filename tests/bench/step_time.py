@@ -35,7 +35,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import worker
-from tests.bench.cases import ATTENTION, HOSTS, MODELS, MODES, OWN, OWN_MODES, Case, gradient_error, is_mode
+from tests.bench.cases import (
+    ATTENTION,
+    CHECKPOINTS,
+    HOSTS,
+    MODELS,
+    MODES,
+    OWN,
+    OWN_MODES,
+    Case,
+    gradient_error,
+    is_mode,
+)
 from tests.bench.table import Row, figures, render, write_rows
 
 BENCH = "step_time"
@@ -57,7 +68,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", help="lengths of the sequence [cuda: 8192 32768 65536 131072; cpu: 512 2048]")
     add("--layers", type=int, nargs="+", help="decoder layers: one number, or one per length [cuda: 16 8 8 4; cpu: 4]")
-    add("--modes", nargs="+", help=f"of {' '.join(MODES)}, memplug:ALPHA and memplug_torch [all but it; see above]")
+    add(
+        "--modes",
+        nargs="+",
+        help=f"of {' '.join(MODES)} [all these; see above], memplug:ALPHA, memplug_torch, reentrant, flag, wrapper, "
+        f"memplug_over:MODE where MODE is one of {' '.join(CHECKPOINTS)}",
+    )
     add(
         "--host",
         choices=HOSTS,
@@ -86,7 +102,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     unknown = [mode for mode in args.modes or () if not is_mode(mode)]
     if unknown:
         parser.error(f"unknown mode {unknown[0]}")
-    modes = OWN_MODES.get(args.host, MODES)
+    modes = OWN_MODES.get(args.host, (*MODES, *CHECKPOINTS))
     foreign = [mode for mode in args.modes or () if mode.partition(":")[0] not in (*modes, *OWN)]
     if foreign:
         parser.error(f"the mode {foreign[0]} does not work with these layers: {' '.join(modes)}")

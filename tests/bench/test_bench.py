@@ -137,25 +137,26 @@ def test_table_columns_line_up():
     assert {value: figures(value) for value in shown} == shown
 
 
-def test_unknown_modes_are_refused():
+@pytest.mark.parametrize("mode", ["memplug:2", "memplug_over:keep_all", "memplug_over", "full:1"])
+def test_unknown_modes_are_refused(mode):
     with pytest.raises(SystemExit):
-        step_time.parse_args(["--device", "cpu", "--modes", "memplug:2"])
+        step_time.parse_args(["--device", "cpu", "--modes", mode])
 
 
 @pytest.mark.long
 @DEVICES
 def test_step_time_compares_all_modes_in_one_run(device, tmp_path):
-    output = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "tests.bench.step_time", "--device", device, "--model", "tiny", "--modes", *MODES]
-    command += ["--tokens", "64", "--layers", "2", "--steps", "1", "--rounds", "1"]
+    output, modes = tmp_path / "rows.json", [*MODES, "flag", "wrapper", "memplug_over:flag", "memplug_over:wrapper"]
+    command = [sys.executable, "-m", "tests.bench.step_time", "--device", device, "--model", "tiny", "--modes", *modes]
+    command += ["--tokens", "64", "--layers", "4", "--steps", "1", "--rounds", "1"]
     command += ["--min-offload-bytes", "4096", "--json", str(output)]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr + done.stdout
     rows = json.loads(output.read_text())
     assert all(set(row) == {"bench", "case", "mode", "metric", "unit", "value", "n"} for row in rows)
-    assert {row["mode"] for row in rows} == set(MODES)
+    assert {row["mode"] for row in rows} == set(modes)
     found = {(row["mode"], row["metric"]): row["value"] for row in rows}
-    for mode in MODES:
+    for mode in modes:
         assert found[mode, "outcome"] == "ok"
         assert found[mode, "gradients_ok"] == 1
         assert found[mode, "step_s"] > 0 and found[mode, "over_full"] > 0
@@ -164,6 +165,10 @@ def test_step_time_compares_all_modes_in_one_run(device, tmp_path):
     assert found["full", "peak_allocated_bytes"] < found["keep_all", "peak_allocated_bytes"]
     # alpha "auto" swaps only if memory is short, and a GPU has space for all of a tiny model
     assert (found["memplug", "host_bytes"] > 0) is (device == "cpu")
+    if device == "cpu":
+        for way in ("flag", "wrapper"):
+            replaced = found[f"memplug_over:{way}", "peak_allocated_bytes"]
+            assert replaced <= found[way, "peak_allocated_bytes"]
 
 
 @pytest.mark.long
