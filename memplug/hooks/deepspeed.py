@@ -212,11 +212,11 @@ def install(
         elif config is not None and config != block:
             tell('memplug: the engine\'s own "memplug" block is in force, not that of --config')
         if block is None:
-            log.info('memplug: off for this engine, whose configuration has no "memplug" block')
+            log.debug('memplug: off for this engine, whose configuration has no "memplug" block')
             off('the engine\'s configuration has no "memplug" block, and no --config was given')
         elif not block.active:
             uninstall()
-            log.info('memplug: off: the "memplug" block says so')
+            log.debug('memplug: off: the "memplug" block says so')
             off("")
         elif not trains(result[0]):
             log.info("memplug: off for this engine, which has no optimizer: nothing is trained with it")

@@ -43,7 +43,7 @@ def install(
         PatchError: the module lacks one of the functions.
     """
     if config is not None and not config.active:
-        log.info('memplug: off: the "memplug" block says so')
+        log.debug('memplug: off: the "memplug" block says so')
         off("")
         return
     training = sys.modules[MODULE]
@@ -57,7 +57,7 @@ def install(
     def set_up(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         if config is None:
-            log.info("memplug: off for this model of Megatron-LM, which has no block: give one by `--config FILE`")
+            log.debug("memplug: off for this model of Megatron-LM, which has no block: give one by `--config FILE`")
             off("Megatron-LM's model has no block: give one by `--config FILE`")
         else:
             sessions.append(attach(result[0], config))

@@ -56,6 +56,18 @@ def test_child_process_of_a_command_trains_with_memplug(repository: Path) -> Non
     assert "3 regions, alpha 1.0" in done.stderr and "nothing was attached" not in done.stderr
 
 
+def test_disabled_block_changes_no_result_and_no_message(repository: Path) -> None:
+    command = [sys.executable, "pretrain_gpt.py", "--lr", "1"]
+    env = {**os.environ, "PYTHONPATH": f".:{ROOT}", "OMP_NUM_THREADS": "1"}
+    plain = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert plain.returncode == 0, plain.stderr
+    expected = json.loads(Path("result.json").read_text())
+    Path("result.json").unlink()
+    done = started("--config", "off.json", "pretrain_gpt.py", "--lr", "1", path=".")
+    assert json.loads(Path("result.json").read_text()) == expected
+    assert (done.stdout, done.stderr) == (plain.stdout, plain.stderr)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

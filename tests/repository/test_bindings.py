@@ -39,8 +39,10 @@ def bindings() -> set[str]:
 
 
 def names_in(folder: Path) -> Iterator[str]:
-    """Yield the attributes and strings of the Python in a folder, and the Python names that its C++ calls."""
+    """Yield the attributes and strings of a folder's Python, but for this file, and the names that its C++ calls."""
     for path in folder.rglob("*.py"):
+        if path == Path(__file__):
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
                 yield node.attr

@@ -269,3 +269,16 @@ def test_session_deleted_during_a_step_offloads_nothing_afterwards() -> None:
                 losses_of(Deep(), [ROWS])
         assert not core.take_relief_events()
         del loss
+
+
+@pytest.mark.cpu("the limit is the CPU's")
+def test_request_that_the_machine_cannot_serve_leaves_the_count_unchanged() -> None:
+    core = native.load()
+    core.limit_cpu(2**62)
+    try:
+        before = core.cpu_bytes()[0]
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            torch.empty(2**60, dtype=torch.uint8, device="cpu")
+        assert core.cpu_bytes()[0] == before
+    finally:
+        core.limit_cpu(-1)

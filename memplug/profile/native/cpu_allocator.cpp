@@ -2,6 +2,7 @@
 // by the same code as a machine with a GPU.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/ScopeExit.h>
 
 #include <c10/util/flat_hash_map.h>
 
@@ -44,6 +45,12 @@ class Limited {
     bytes_.in_use += nbytes;
     bytes_.peak = std::max(bytes_.peak, bytes_.in_use);
     return true;
+  }
+
+  // Takes back what `take` added for a block that was not allocated, or that cannot be followed.
+  void give_back(int64_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    bytes_.in_use -= nbytes;
   }
 
   void add(void* block, int64_t nbytes) {
@@ -156,9 +163,16 @@ class DelegatingAllocator final : public c10::Allocator {
           limited().bytes().in_use,
           " are in use (\"device_budget_gib\" of memplug)");
     }
+    bool counts = false;
+    const auto uncount = c10::make_scope_exit([&] {
+      if (!counts) {
+        limited().give_back(size);
+      }
+    });
     c10::DataPtr block = native->allocate(nbytes);
     if (block.get() == block.get_context() && block.compare_exchange_deleter(native_deleter, &free_noted)) {
       limited().add(block.get(), size);
+      counts = true;
     }
     return block;
   }
