@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from memplug.arena import shared
@@ -12,16 +13,20 @@ from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution
 from memplug.arena.tables import MARGIN_BYTES, ArenaTables, tables_of
 from memplug.profile.trace import Trace
+from memplug.profile.varying import observed
 
 AMENDING_S = 2.0
 PLANNING_BYTES_PER_S = 64 << 20  # arena bytes per second of planning: a small arena can save little
 
 
-def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None) -> tuple[AddressPlan, ArenaTables]:
-    """Plan addresses for the last step of a trace.
+def planned(
+    trace: Trace, others: Sequence[Trace], planner: str, checks: bool, folder: Path | None = None
+) -> tuple[AddressPlan, ArenaTables]:
+    """Plan addresses for a recorded step.
 
     Args:
-        trace: at least one step, recorded with requests.
+        trace: one step, recorded with requests.
+        others: other steps of the same program; requests that differ in them are dynamic.
         planner: see `memplug.arena.plan.auto.plan`.
         checks: leave `MARGIN_BYTES` after each block.
         folder: a folder that the ranks share, see `memplug.arena.shared`; None: this process solves by itself.
@@ -29,7 +34,7 @@ def planned(trace: Trace, planner: str, checks: bool, folder: Path | None = None
     Raises:
         LayoutError: no planner found a plan that the judge accepts.
     """
-    step = last_step(trace)
+    step = observed(last_step(trace), others)
     # A validation's requests get reusable space instead of addresses, since the next step may have no validation.
     problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)

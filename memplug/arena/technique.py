@@ -42,7 +42,7 @@ from memplug.words import size
 MISMATCHED_SHARE = 0.01  # a step counts against the plan if more than this share of its requests do not fit the plan
 MISMATCHED_STEPS = 3  # after this many such steps in a row, memplug makes a new plan
 DIFFERING_SHARE = 0.01  # two steps are alike if at most this share of their requests differ
-MOST_RECORDED_STEPS = 8
+MOST_RECORDED_STEPS = 8  # recorded for one plan, and compared for the requests that differ
 MOST_AMENDMENTS = 16  # how often one plan may be amended: made again with longer lifetimes, see `_amend`
 
 
@@ -112,7 +112,8 @@ class PlannedAddresses(Technique[Addresses]):
         self._state = ArenaState.WAITING
         self._serving: Addresses | None = None
         self._amending = 0  # number of amendments in the plan that is being made; 0: a new plan
-        self._recorded: list[Trace] = []
+        self._recorded: list[Trace] = []  # for the plan that is wanted
+        self._earlier: list[Trace] = []  # for the program's earlier plans
         self._steps = 0  # steps since the last withdrawal, or since remembered addresses were installed
         self._mismatched_steps = 0
         self._patience = 1  # `_steps` at which another new plan may be made; that plan sets this to 2 * `_steps`
@@ -252,6 +253,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._beside.stop()
         self._arena.close()
         self._recorded.clear()
+        self._earlier.clear()
         self._state, self._serving, self._withheld = ArenaState.WAITING, None, ()
         self._steps, self._mismatched_steps, self._patience = 0, 0, 1
 
@@ -306,9 +308,12 @@ class PlannedAddresses(Technique[Addresses]):
         recorded = self._recorded
         if len(recorded) < 2 or not (_alike(*recorded[-2:]) or len(recorded) >= MOST_RECORDED_STEPS):
             return None
-        recorded.clear()
+        seen = [*self._earlier, *recorded][:-1]
+        self._earlier, self._recorded = [*seen, trace][-MOST_RECORDED_STEPS:], []
         self._state, self._amending = ArenaState.PLANNING, 0
-        self._beside.begin(planning.planned, trace, self._config.planner, self._config.checks, self._folder)
+        others = [other for other in seen if _alike(other, trace)] or recorded[:-1]
+        config = self._config
+        self._beside.begin(planning.planned, trace, others, config.planner, config.checks, self._folder)
         return self._made()
 
     def _is_late(self) -> bool:

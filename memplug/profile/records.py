@@ -67,7 +67,7 @@ REQUEST = np.dtype(  # a malloc and its free; if the recording ended before the 
         ("free_layer", "<i4"),
         ("malloc_thread", "<i4"),
         ("free_thread", "<i4"),
-        ("dynamic", "?"),  # requested in a dynamic layer
+        ("dynamic", "?"),  # its size depends on data, or whether it comes
     ]
 )
 
@@ -91,7 +91,8 @@ class Layer:
 
     Attributes:
         name: qualified name of the module.
-        dynamic: True if the module's requests depend on the data (experts of a mixture).
+        dynamic: True if the module's requests may depend on the data (experts of a mixture). Whether they do, two
+            recorded steps show (`memplug.profile.varying`).
     """
 
     name: str

@@ -9,12 +9,13 @@ import numpy as np
 from memplug.profile.records import REQUEST, EventKind, Layer
 
 
-def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
+def requests(events: np.ndarray, layers: Sequence[Layer], dynamic: np.ndarray | None = None) -> np.ndarray:
     """Return all mallocs, each with its free.
 
     Args:
         events: REQUEST_EVENT[events]; see `Trace.events`.
         layers: the layers that the events refer to.
+        dynamic: which requests are dynamic, bool[requests]; None: those of dynamic layers.
 
     Returns:
         REQUEST[requests], read-only, by running number. `earlier_frees` has the frees of memory that was allocated
@@ -34,7 +35,8 @@ def requests(events: np.ndarray, layers: Sequence[Layer]) -> np.ndarray:
         table[f"free_{column}"] = -1
         table[f"free_{column}"][freed] = events[column][frees]
     # layer -1 (outside layers) indexes the last entry
-    table["dynamic"] = np.array([*(layer.dynamic for layer in layers), False])[table["malloc_layer"]]
+    of_layer = np.array([*(layer.dynamic for layer in layers), False])[table["malloc_layer"]]
+    table["dynamic"] = of_layer if dynamic is None else dynamic
     table.flags.writeable = False
     return table
 

@@ -66,6 +66,8 @@ class Trace:
         base_bytes: device memory in use when the recording began, as far as the allocator knows.
         peak_bytes: the most device memory in use during the recording, as the allocator itself counted it, in
             requested (unrounded) bytes; 0 if unknown.
+        dynamic: bool[requests], the requests that differ in other steps (`memplug.profile.varying`); None: no other step
+            was compared, and the requests of dynamic layers count as dynamic. Trace files do not contain it.
 
     Raises:
         TraceError: the trace is malformed (`memplug.profile.trace_checks.check`).
@@ -83,6 +85,7 @@ class Trace:
     steps: tuple[tuple[int, int, float], ...]
     base_bytes: int = 0
     peak_bytes: int = 0
+    dynamic: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         """Check the trace, and copy writeable arrays into read-only ones."""
@@ -97,7 +100,7 @@ class Trace:
     @cached_property
     def requests(self) -> np.ndarray:
         """Return the requests of the events, REQUEST[requests], read-only; computed once."""
-        return requests(self.events, self.layers)
+        return requests(self.events, self.layers, self.dynamic)
 
     @cached_property
     def live_bytes(self) -> np.ndarray:

@@ -31,15 +31,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
   int64_t* missed = reuse == Reuse::WITHOUT_GRADIENTS ? &counters_.without_gradients : &counters_.unplanned;
   RequestKind kind{key_of(phase, layer), size, 0, NO_ROW};
   void* found = nullptr;
-  if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
-    if (lasts(kind)) {
-      return leave_lasting();
-    }
-    missed = &counters_.dynamic_missed;
-    if ((found = take_dynamic(*spot, kind, nbytes, stream)) != nullptr) {
-      return count(found, counters_.dynamic, counters_.dynamic_bytes);
-    }
-  } else if (Row* row = spot != nullptr ? match(*spot, size, stream) : nullptr; row != nullptr) {
+  if (Row* row = spot != nullptr ? match(*spot, size, stream) : nullptr; row != nullptr) {
     missed = &counters_.occupied;
     const bool lasting = row->mark != nullptr && lasts(*row->mark);
     found = lasting ? nullptr : row->kept < 0 ? take_planned(*row, nbytes, stream) : take_kept(*row, nbytes, stream);
@@ -52,6 +44,14 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     kind = kind_of(static_cast<int32_t>(row - rows_.data()));
     found = row->spare >= 0 ? take_reusable(row->spare, kind, nbytes, stream) : nullptr;
     found = found == nullptr && annex_ != nullptr ? take_annex(kind, nbytes, stream) : found;
+  } else if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
+    if (lasts(kind)) {
+      return leave_lasting();
+    }
+    missed = &counters_.dynamic_missed;
+    if ((found = take_dynamic(*spot, kind, nbytes, stream)) != nullptr) {
+      return count(found, counters_.dynamic, counters_.dynamic_bytes);
+    }
   } else if (reuse != Reuse::NOTHING && lasts(kind)) {
     return leave_lasting();
   }

@@ -1,0 +1,75 @@
+"""Finds the requests of a step that depend on data: those that other steps of the same program make otherwise.
+
+A request is dynamic if another recorded step asks for other bytes at its place and turn, or does not ask at all
+(STWeaver, section 5.2, calls the requests of experts dynamic; here each request is judged by what it did). All other
+requests have the same size in each step, whatever module makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
+
+import numpy as np
+
+from memplug.profile.records import Layer, Pass
+from memplug.profile.trace import Trace
+from memplug.sizes import BLOCK_BYTES, rounded_up
+
+_Place = tuple[Pass, int, Layer | None, int]
+
+
+def observed(step: Trace, others: Sequence[Trace]) -> Trace:
+    """Return the step with its dynamic requests marked.
+
+    Args:
+        step: one recorded step.
+        others: recorded steps of the same program; without any, no request is marked.
+    """
+    dynamic = np.zeros(len(step.requests), bool)
+    for other in others:
+        dynamic |= varying(step, other)
+    return replace(step, dynamic=dynamic)
+
+
+def varying(step: Trace, other: Trace) -> np.ndarray:
+    """Return which of a step's requests another step makes with other bytes, or does not make. bool[requests].
+
+    Requests are compared place by place, in order, by operator and by bytes in whole blocks; a place is a pass, a
+    micro-batch, a layer and a stream. If one step makes more requests at a place, the longest common runs are compared.
+    """
+    found = np.zeros(len(step.requests), bool)
+    theirs = {place: _asked(other, rows) for place, rows in _by_place(other)}
+    for place, rows in _by_place(step):
+        own, its = _asked(step, rows), theirs.get(place, [])
+        if own == its:
+            continue
+        differs = np.ones(len(rows), bool)
+        for run in SequenceMatcher(None, own, its, autojunk=False).get_matching_blocks():
+            differs[run.a : run.a + run.size] = False
+        found[rows[differs]] = True
+    return found
+
+
+def _by_place(step: Trace) -> Iterator[tuple[_Place, np.ndarray]]:
+    """Yield each place of a step with its requests, as ascending rows of `Trace.requests`."""
+    keys = step.requests[["malloc_phase", "malloc_layer", "stream"]]
+    places, place = np.unique(keys, return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    bounds = np.searchsorted(place[order], np.arange(len(places) + 1))
+    for (phase, layer, stream), begin, end in zip(places.tolist(), bounds[:-1], bounds[1:], strict=True):
+        at, of = step.phases[phase], step.layers[layer] if layer >= 0 else None
+        yield (at.kind, at.micro_batch, of, stream), order[begin:end]
+
+
+def _asked(step: Trace, rows: np.ndarray) -> list[tuple[str, int]]:
+    """Return the operator and the bytes, in whole blocks, of each of these requests."""
+    table = step.requests[rows]
+    sizes = rounded_up(table["nbytes"], BLOCK_BYTES).tolist()
+    operators = table["malloc_operator"]
+    names = [""] * len(rows)
+    if len(step.operators):
+        of = step.operators["name"][np.maximum(operators, 0)].tolist()
+        names = [step.names[name] if at >= 0 else "" for name, at in zip(of, operators.tolist(), strict=True)]
+    return list(zip(names, sizes, strict=True))
