@@ -62,7 +62,7 @@ _CONFLICTS = {
     "fine_grained_activation_offloading": "memplug takes its place: leave out --fine-grained-activation-offloading",
     "enable_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --enable-cuda-graph",
     "external_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --external-cuda-graph",
-    "cuda_graph_impl": 'memplug cannot observe operators in a captured graph: set it to "none"',
+    "cuda_graph_impl": "memplug cannot observe operators in a captured graph: give --cuda-graph-impl none",
     "moe_paged_stash": "its own hooks move the tensors that experts save for backward: leave out --moe-paged-stash",
     "overlap_moe_expert_parallel_comm": "its schedule interleaves parts of two layers, and calls no layer's forward: "
     "leave out --overlap-moe-expert-parallel-comm",
@@ -246,12 +246,13 @@ def _replace_recomputation(model: nn.Module, attached: AttachedModel) -> None:
     constructors have set flags.
     """
     changed: list[tuple[Any, str, Any]] = []
-    configs = {id(layer.config): layer.config for _, layer in instances(model, LAYER_CLASS)}
-    asked = {getattr(config, _RECOMPUTES, None) for config in configs.values()} - {None}
-    if not asked:
+    # a heterogeneous model has a configuration for each layer, and that of its block
+    configs = {id(config): config for config in map(_config, model.modules()) if getattr(config, _RECOMPUTES, None)}
+    if not configs:
         return
+    asked = sorted({getattr(config, _RECOMPUTES) for config in configs.values()})
     for config in configs.values():
-        changed.append((config, _RECOMPUTES, getattr(config, _RECOMPUTES, None)))
+        changed.append((config, _RECOMPUTES, getattr(config, _RECOMPUTES)))
     for module in model.modules():
         flags = [name for name, value in vars(module).items() if value is True and _is_recompute_flag(name)]
         changed += [(module, name, True) for name in flags]
@@ -263,7 +264,11 @@ def _replace_recomputation(model: nn.Module, attached: AttachedModel) -> None:
             object.__setattr__(owner, name, value)
 
     attached.at_detach(undo)
-    checkpointing.tell(attached, f"--recompute-granularity {', '.join(sorted(asked))}")
+    checkpointing.tell(attached, f"--recompute-granularity {', '.join(asked)}")
+
+
+def _config(module: nn.Module) -> Any:
+    return vars(module).get("config")
 
 
 def _is_recompute_flag(name: str) -> bool:
