@@ -27,6 +27,7 @@ How memplug handles a layer depends on the layer's components:
 
 from __future__ import annotations
 
+import collections
 import importlib
 import inspect
 import logging
@@ -161,7 +162,7 @@ class Megatron(Framework):
         _hook_losses(attached)
         _hook_gathering(attached)
         if modules and checkpointing.replaces(attached):
-            _replace_recomputation(target.model, attached)
+            _replace_recomputation(target.model, modules, attached)
         attached.executor.hooks.surroundings.append(
             lambda: random_states.kept(_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker())
         )
@@ -239,7 +240,7 @@ def arguments(
     return call, args, kwargs
 
 
-def _replace_recomputation(model: nn.Module, attached: AttachedModel) -> None:
+def _replace_recomputation(model: nn.Module, modules: Layers, attached: AttachedModel) -> None:
     """Switch Megatron-Core's own recomputation off until the session detaches.
 
     For "full" recomputation, modules read the configuration in each forward. For "selective" recomputation, their
@@ -265,6 +266,25 @@ def _replace_recomputation(model: nn.Module, attached: AttachedModel) -> None:
 
     attached.at_detach(undo)
     checkpointing.tell(attached, f"--recompute-granularity {', '.join(asked)}")
+    if "full" in asked and (kept := _beside_regions(model, modules)):
+        named = ", ".join(f"{count} {name}" for name, count in sorted(kept.items()))
+        attached.tell_once(
+            f"layers that are no regions ({named}) keep all that they save for backward; if that is too much: "
+            '"tokenwise": {"enabled": false}'
+        )
+
+
+def _beside_regions(model: nn.Module, modules: Layers) -> collections.Counter[str]:
+    """Count the layers of the regions' stacks that are no regions, such as a hybrid model's Mamba, by class."""
+    regions = {id(module) for _, module in modules}
+    stacks = [stack for stack in model.modules() if isinstance(stack, nn.ModuleList)]
+    return collections.Counter(
+        type(layer).__name__
+        for stack in stacks
+        if any(id(layer) in regions for layer in stack)
+        for layer in stack
+        if id(layer) not in regions and any(True for _ in layer.parameters())
+    )
 
 
 def _config(module: nn.Module) -> Any:

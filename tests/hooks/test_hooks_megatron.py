@@ -141,6 +141,13 @@ def test_recomputation_is_replaced_if_layers_have_configurations_of_their_own():
     assert own.recompute_granularity == "full"
 
 
+def test_layers_that_keep_their_activations_instead_of_recomputing_are_named(caplog):
+    model = Model(config(recompute_granularity="full"))
+    model.layers.append(nn.Linear(16, 16))
+    with caplog.at_level("INFO", "memplug"), memplug.attach(model, BLOCK):
+        assert "layers that are no regions (1 Linear) keep all" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
