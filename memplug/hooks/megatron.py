@@ -58,7 +58,8 @@ LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
 _RECOMPUTES = "recompute_granularity"
 
 _CONFLICTS = {
-    _RECOMPUTES: "memplug recomputes the same layers: leave out --recompute-granularity",
+    _RECOMPUTES: "memplug recomputes the same layers: leave out --recompute-granularity, or let memplug replace it: "
+    '"tokenwise": {"checkpointing": "replace"}',
     "cpu_offloading": "memplug takes its place: leave out --cpu-offloading-num-layers",
     "fine_grained_activation_offloading": "memplug takes its place: leave out --fine-grained-activation-offloading",
     "enable_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --enable-cuda-graph",
@@ -139,7 +140,7 @@ class Megatron(Framework):
             if reasons:
                 raise ConflictError(
                     f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}",
-                    "Leave these options out: memplug takes their place.",
+                    "Change these options as said above.",
                     code="MP002",
                 )
             _check_kernels(name, layer.config)
