@@ -27,6 +27,7 @@ How memplug handles a layer depends on the layer's components:
 
 from __future__ import annotations
 
+import collections
 import importlib
 import inspect
 import logging
@@ -57,12 +58,13 @@ LAYER_CLASS = "megatron.core.transformer.transformer_layer.TransformerLayer"
 _RECOMPUTES = "recompute_granularity"
 
 _CONFLICTS = {
-    _RECOMPUTES: "memplug recomputes the same layers: leave out --recompute-granularity",
+    _RECOMPUTES: "memplug recomputes the same layers: leave out --recompute-granularity, or let memplug replace it: "
+    '"tokenwise": {"checkpointing": "replace"}',
     "cpu_offloading": "memplug takes its place: leave out --cpu-offloading-num-layers",
     "fine_grained_activation_offloading": "memplug takes its place: leave out --fine-grained-activation-offloading",
     "enable_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --enable-cuda-graph",
     "external_cuda_graph": "memplug cannot observe operators in a captured graph: leave out --external-cuda-graph",
-    "cuda_graph_impl": 'memplug cannot observe operators in a captured graph: set it to "none"',
+    "cuda_graph_impl": "memplug cannot observe operators in a captured graph: give --cuda-graph-impl none",
     "moe_paged_stash": "its own hooks move the tensors that experts save for backward: leave out --moe-paged-stash",
     "overlap_moe_expert_parallel_comm": "its schedule interleaves parts of two layers, and calls no layer's forward: "
     "leave out --overlap-moe-expert-parallel-comm",
@@ -138,7 +140,7 @@ class Megatron(Framework):
             if reasons:
                 raise ConflictError(
                     f"layer {name} is handled by Megatron-Core too: {'; '.join(reasons)}",
-                    "Leave these options out: memplug takes their place.",
+                    "Change these options as said above.",
                     code="MP002",
                 )
             _check_kernels(name, layer.config)
@@ -161,7 +163,7 @@ class Megatron(Framework):
         _hook_losses(attached)
         _hook_gathering(attached)
         if modules and checkpointing.replaces(attached):
-            _replace_recomputation(target.model, attached)
+            _replace_recomputation(target.model, modules, attached)
         attached.executor.hooks.surroundings.append(
             lambda: random_states.kept(_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker())
         )
@@ -239,19 +241,20 @@ def arguments(
     return call, args, kwargs
 
 
-def _replace_recomputation(model: nn.Module, attached: AttachedModel) -> None:
+def _replace_recomputation(model: nn.Module, modules: Layers, attached: AttachedModel) -> None:
     """Switch Megatron-Core's own recomputation off until the session detaches.
 
     For "full" recomputation, modules read the configuration in each forward. For "selective" recomputation, their
     constructors have set flags.
     """
     changed: list[tuple[Any, str, Any]] = []
-    configs = {id(layer.config): layer.config for _, layer in instances(model, LAYER_CLASS)}
-    asked = {getattr(config, _RECOMPUTES, None) for config in configs.values()} - {None}
-    if not asked:
+    # a heterogeneous model has a configuration for each layer, and that of its block
+    configs = {id(config): config for config in map(_config, model.modules()) if getattr(config, _RECOMPUTES, None)}
+    if not configs:
         return
+    asked = sorted({getattr(config, _RECOMPUTES) for config in configs.values()})
     for config in configs.values():
-        changed.append((config, _RECOMPUTES, getattr(config, _RECOMPUTES, None)))
+        changed.append((config, _RECOMPUTES, getattr(config, _RECOMPUTES)))
     for module in model.modules():
         flags = [name for name, value in vars(module).items() if value is True and _is_recompute_flag(name)]
         changed += [(module, name, True) for name in flags]
@@ -263,7 +266,30 @@ def _replace_recomputation(model: nn.Module, attached: AttachedModel) -> None:
             object.__setattr__(owner, name, value)
 
     attached.at_detach(undo)
-    checkpointing.tell(attached, f"--recompute-granularity {', '.join(sorted(asked))}")
+    checkpointing.tell(attached, f"--recompute-granularity {', '.join(asked)}")
+    if "full" in asked and (kept := _beside_regions(model, modules)):
+        named = ", ".join(f"{count} {name}" for name, count in sorted(kept.items()))
+        attached.tell_once(
+            f"layers that are no regions ({named}) keep all that they save for backward; if that is too much: "
+            '"tokenwise": {"enabled": false}'
+        )
+
+
+def _beside_regions(model: nn.Module, modules: Layers) -> collections.Counter[str]:
+    """Count the layers of the regions' stacks that are no regions, such as a hybrid model's Mamba, by class."""
+    regions = {id(module) for _, module in modules}
+    stacks = [stack for stack in model.modules() if isinstance(stack, nn.ModuleList)]
+    return collections.Counter(
+        type(layer).__name__
+        for stack in stacks
+        if any(id(layer) in regions for layer in stack)
+        for layer in stack
+        if id(layer) not in regions and any(True for _ in layer.parameters())
+    )
+
+
+def _config(module: nn.Module) -> Any:
+    return vars(module).get("config")
 
 
 def _is_recompute_flag(name: str) -> bool:

@@ -6,8 +6,6 @@ Started by `torchrun --nproc-per-node 2 -m tests.cudasim.stand_in_worker FOLDER`
 
 from __future__ import annotations
 
-import functools
-import importlib
 import json
 import os
 import sys
@@ -82,15 +80,7 @@ def megatron(where: str) -> list[float]:
     """Return losses of a GPTModel with Transformer Engine's layers."""
     from megatron.core import parallel_state
 
-    def on_device(*asked: Any) -> Any:
-        for tokens in micro_batches(*asked):
-            yield tokens.cuda()
-
-    micro_batches = megatron_worker._micro_batches
-    changed = {"_micro_batches": on_device, "_digest": lambda tensors: ""}
-    arange = functools.partial(torch.arange, device="cuda")  # makes the model's positions
-    with mock.patch.multiple(megatron_worker, **changed), mock.patch.object(torch, "arange", arange):
-        losses = megatron_worker.run({"tensor": 2, "sequence": True, "steps": 2}, None)["losses"]
+    losses = megatron_worker.run({"tensor": 2, "sequence": True, "steps": 2}, None)["losses"]
     parallel_state.destroy_model_parallel()
     return losses
 
@@ -108,13 +98,10 @@ def run(case: Callable[[str], list[float]], where: str, schedule: Schedule) -> d
 def main() -> None:
     """Run all cases on this rank."""
     stand_in.use()
-    sys.path.insert(0, str(megatron_worker.RECIPE))
-    importlib.import_module("model")
+    megatron_worker.use_cuda()
     stand_in.transformer_engine_layers()
     from transformer_engine.stand_in import calls
 
-    torch.compiler.set_stance("force_eager")  # compiled kernels are not simulated
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
     results: dict[str, Any] = {}
     for case in (layer, ring, megatron):

@@ -99,7 +99,7 @@ def test_layers_with_keyword_calls_and_tuple_outputs_train_unchanged(chunks):
         ({"recompute_granularity": "selective"}, "--recompute-granularity"),
         ({"cpu_offloading": True}, "--cpu-offloading-num-layers"),
         ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
-        ({"cuda_graph_impl": "local"}, "cuda_graph_impl"),
+        ({"cuda_graph_impl": "local"}, "give --cuda-graph-impl none"),
         ({"enable_cuda_graph": True}, "--enable-cuda-graph"),
         ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
         ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
@@ -131,6 +131,21 @@ def test_recomputation_of_megatron_is_replaced_until_detach(granularity, caplog)
     assert settings.recompute_granularity == granularity and model.layers[0].checkpoint_core_attention is True
     assert {name: vars(model.layers[0])[name] for name in flags} == flags
     assert caplog.text.count(f"(--recompute-granularity {granularity})") == 1
+
+
+def test_recomputation_is_replaced_if_layers_have_configurations_of_their_own():
+    model, own = Model(config(recompute_granularity="full")), config(recompute_granularity="full")
+    model.config = own  # the block's, which decides; layers of a heterogeneous model have copies
+    with memplug.attach(model, BLOCK):
+        assert own.recompute_granularity is None is model.layers[0].config.recompute_granularity
+    assert own.recompute_granularity == "full"
+
+
+def test_layers_that_keep_their_activations_instead_of_recomputing_are_named(caplog):
+    model = Model(config(recompute_granularity="full"))
+    model.layers.append(nn.Linear(16, 16))
+    with caplog.at_level("INFO", "memplug"), memplug.attach(model, BLOCK):
+        assert "layers that are no regions (1 Linear) keep all" in caplog.text
 
 
 @pytest.mark.parametrize(

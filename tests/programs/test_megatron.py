@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.megatron_ranks import MIXTURE, block, relative_error, train
+from tests.support.megatron_ranks import MIXTURE, block, relative_error, train, train_on_cuda
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 pytestmark = pytest.mark.distributed
@@ -21,8 +22,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor, sequence and expert": {"tensor": 2, "sequence": True, "expert": 2, **MIXTURE},
     "distributed optimizer": {"distributed_optimizer": True, "micro_batches": 2},
 }
-
-
+FULL, SELECTIVE = {"recompute_granularity": "full"}, {"recompute_granularity": "selective"}
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "full, uniform": {"fields": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1}},
+    "full, uniform by two": {"fields": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 2}},
+    "full, block": {"fields": {**FULL, "recompute_method": "block", "recompute_num_layers": 2}},
+    "selective": {"fields": {**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]}},
+    "selective in a mixture": {
+        "fields": {
+            **SELECTIVE,
+            "recompute_modules": ["core_attn", "moe", "shared_experts"],
+            "moe_shared_expert_intermediate_size": 32,
+        },
+        **MIXTURE,
+    },
+    "selective in grouped experts": {
+        "fields": {**SELECTIVE, "recompute_modules": ["moe_act", "layernorm"], "moe_grouped_gemm": True},
+        "transformer_engine": True,
+        **MIXTURE,
+    },
+}
 CASES = {
     "0": block(0.0, arena=False),
     "1": block(1.0, arena=True),
@@ -69,6 +88,51 @@ def test_gradients_and_losses_equal_those_without_memplug(layout, alphas, steps,
             assert rank["1"]["report"]["arena_served"] > 0
         if {"0", "1"} <= set(alphas):
             assert rank["1"]["report"]["offloaded_bytes"] > rank["0"]["report"]["offloaded_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "split"),
+    [
+        ("full, uniform", {}),
+        ("selective", {}),
+        ("full, block", {"pipeline": 2, "chunks": 2, "micro_batches": 4}),
+        pytest.param("full, uniform by two", {}, marks=pytest.mark.long),
+        pytest.param("full, uniform", {"tensor": 2, "sequence": True}, marks=pytest.mark.long),
+        pytest.param("full, block", {}, marks=pytest.mark.long),
+        pytest.param("selective in a mixture", {}, marks=pytest.mark.long),
+        pytest.param("selective in a mixture", {"expert": 2}, marks=pytest.mark.long),
+        pytest.param("selective in grouped experts", {}, marks=pytest.mark.long),
+    ],
+)
+def test_results_equal_those_with_megatrons_own_recomputation(asked, split, tmp_path):
+    cases = {"own": None, "0": CASES["0"], "1": CASES["1"]}
+    for rank in train(tmp_path, {"steps": 4, **RECOMPUTES[asked], **split}, cases, processes=2 if split else 1):
+        for alpha in ("0", "1"):
+            assert rank[alpha]["losses"] == rank["own"]["losses"]
+            assert rank[alpha]["digests"] == rank["own"]["digests"]
+            assert rank[alpha]["report"]["offloaded_bytes"] > 0 == rank[alpha]["report"]["recomputed_in_full"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "full, uniform",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("full, uniform by two", "full, block", "selective", "selective in a mixture")
+        ),
+    ],
+)
+def test_step_holds_no_more_than_under_megatrons_recomputation(asked: str, tmp_path: Path) -> None:
+    cases = {"own": None, "0": CASES["0"], "1": block(1.0, arena=False)}
+    # with fewer groups than heads, simulated attention is not fused, and alpha 1 would prefetch the scores of all pairs
+    layout = RECOMPUTES[asked] | {"fields": {**RECOMPUTES[asked]["fields"], "num_query_groups": 4}}
+    [rank] = train_on_cuda(tmp_path, {"steps": 5, "tokens": 256, **layout}, cases)
+    for alpha in ("0", "1"):
+        assert rank[alpha]["losses"] == rank["own"]["losses"]
+        assert rank[alpha]["digests"] == rank["own"]["digests"]
+        assert rank[alpha]["step_bytes"] <= rank["own"]["step_bytes"]
 
 
 @pytest.mark.long

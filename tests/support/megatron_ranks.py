@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.forking import launch_forked
+from tests.support.launching import launch
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -34,6 +35,13 @@ def train(folder: Path, layout: dict[str, Any], cases: dict[str, Any], processes
         time_limit_s=300,
     )
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(processes)]
+
+
+def train_on_cuda(folder: Path, layout: dict[str, Any], cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train all cases on one CUDA device, and return that rank's results by case."""
+    arguments = ["tests.support.megatron_worker", folder, json.dumps({"device": "cuda", **layout}), json.dumps(cases)]
+    launch(arguments, processes=1, module=True)
+    return [torch.load(folder / "0.pt", weights_only=False)]
 
 
 def relative_error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:

@@ -7,7 +7,8 @@ JSON object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
   "distributed_optimizer"; "learning_rate"; "steps": how many;
 * "same": every micro-batch is the same, and the optimizer makes no step;
 * "transformer_engine": the layers come from the stand-in for Transformer Engine, which context parallelism needs;
-* "fields": fields of TransformerConfig.
+* "fields": fields of TransformerConfig;
+* "device": "cuda" to train on this rank's CUDA device; without it the CPU stands in for one.
 
 `CASES`: name -> the "memplug" block, or null to train without memplug. A block may also hold:
 
@@ -19,16 +20,20 @@ JSON object of `Parallel`'s fields (examples/megatron_llama2/model.py) and of
 `FOLDER/RANK.pt` gets name -> {"losses": of each micro-batch, on the last pipeline stage, "gradients": of the first
 step, "digests": a digest of all gradients in each step, "report": memplug's, "history": its (step, stage) pairs,
 "shares": for each step the share of rows swapped, "served": for each step the requests that the arena served,
-"peak_bytes": the peak of the recorded step, if there is one}.
+"peak_bytes": the peak of the recorded step, if there is one, "step_bytes": on CUDA, by how much the last step's peak
+exceeds the memory in use before it}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import json
+import os
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +69,13 @@ def _micro_batches(step: int, same: bool, length: int) -> Any:
     generator = torch.Generator().manual_seed(1000 * (not same) * step + parallel_state.get_data_parallel_rank())
     tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, length + 1), generator=generator)
     while True:
-        yield tokens
+        yield tokens.to(torch.cuda.current_device())
         if not same:
             tokens = torch.randint(0, SHAPE["vocab_size"], (SEQUENCES, length + 1), generator=generator)
 
 
 def _gradients(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-    return [parameter.main_grad.clone() for chunk in chunks for parameter in chunk.parameters()]
+    return [parameter.main_grad.cpu().clone() for chunk in chunks for parameter in chunk.parameters()]
 
 
 def _digest(tensors: list[torch.Tensor]) -> str:
@@ -84,9 +89,18 @@ def _given(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """Return the tokens, their positions and the labels that this rank has of each sequence."""
     import model as recipe
 
-    positions = torch.arange(tokens.shape[1] - 1)[None].expand(SEQUENCES, -1)
+    positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)[None].expand(SEQUENCES, -1)
     given = {"tokens": tokens[:, :-1], "positions": positions, "labels": tokens[:, 1:]}
     return tuple(recipe.share_of(given).values())
+
+
+def _memory_in_use() -> int | None:
+    """Return the device memory in use, after which the peak counts anew; None on the CPU."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def _report(session: Any) -> dict[str, Any]:
@@ -144,6 +158,7 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
         if short:
             run_short(session, step, short)
         batches = [_micro_batches(step, same, length) for _ in chunks]
+        before = _memory_in_use()
         if session is not None and not session._attached.regions and step == steps - 2:
             session.record()
         forward_backward(
@@ -155,6 +170,8 @@ def run(layout: dict[str, Any], block: dict[str, Any] | None) -> dict[str, Any]:
             micro_batch_size=SEQUENCES,
             forward_only=False,
         )
+        if before is not None:
+            found["step_bytes"] = torch.cuda.max_memory_allocated() - before
         gradients = _gradients(chunks)
         found.setdefault("gradients", gradients)
         found["digests"].append(_digest(gradients))
@@ -180,17 +197,36 @@ def prepare() -> None:
     importlib.import_module("model")
 
 
+def use_cuda() -> None:
+    """Choose this rank's CUDA device, and import the recipe."""
+    sys.path.insert(0, str(RECIPE))
+    importlib.import_module("model")
+    torch.compiler.set_stance("force_eager")  # compiled kernels are not simulated
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def recompute_without_transformer_engine() -> None:
+    """Let Megatron-Core recompute the outputs of norms, which asks Transformer Engine whether FP8 is on."""
+    from megatron.core.tensor_parallel import random
+
+    if not random.HAVE_TE:
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = random.fp8_autocast = lambda **options: contextlib.nullcontext()
+
+
 def main() -> None:
     """Run all cases on this rank."""
     folder, layout, cases = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
     if layout.get("transformer_engine"):
         stand_in.use()
-    prepare()
+    on_cuda = layout.get("device") == "cuda"
+    use_cuda() if on_cuda else prepare()
     from megatron.core import parallel_state
 
+    recompute_without_transformer_engine()
     if layout.get("transformer_engine"):
         stand_in.transformer_engine_layers()
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if on_cuda else "gloo")
     results = {}
     for name, block in cases.items():
         if block and "budget_share" in block:
