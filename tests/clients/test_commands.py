@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.parts import block, llama, sentences, tokenizer, write_ds
+from tests.clients.parts import RUN, block, llama, sentences, tokenizer, write_ds
 from tests.support.folders import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long]
-RUN = [sys.executable, "-c", "from memplug.cli import main; main()", "run"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")

@@ -19,7 +19,7 @@ from memplug.hooks.regions import attached_to
 from memplug.integrations import launched, unchanged
 from memplug.session.table import Stage
 from memplug.startup.outcome import Outcome
-from tests.clients.test_commands import RUN
+from tests.clients.parts import RUN
 from tests.support.folders import ROOT
 from tests.support.hosts import block, tiny_llama, train
 
