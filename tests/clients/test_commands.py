@@ -114,7 +114,7 @@ def write_inputs(folder: Path, kind: str) -> None:
         "sft": [{"text": text} for text in texts],
         "dpo": [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in zip(first, second, third, strict=True)],
         "grpo": [{"prompt": text} for text in texts],
-        "llama_factory": [{"instruction": a, "output": b} for a, b in zip(first, second, strict=True)],
+        "llama_factory": [{"instruction": a, "input": "", "output": b} for a, b in zip(first, second, strict=True)],
     }
     (folder / "data").mkdir()
     (folder / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows[kind])))
