@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from memplug.config import block_in
 from memplug.errors import ConfigError
-from memplug.hooks import launched
+from memplug.integrations import launched
 from memplug.startup.outcome import Outcome
 from memplug.startup.path_entry.sitecustomize import MODULES, VARIABLE, Imports
 from memplug.startup.settings import RunSettings
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Install memplug, then run the script or module as Python would.
 
     memplug attaches to each DeepSpeed engine whose configuration has a "memplug" block, and with `--config FILE` also
-    to engines without one and to the models of Megatron-LM's training loop.
+    to engines without one, to the models of Megatron-LM's training loop, and in Trainers of transformers and Lightning.
 
     Args:
         arguments: memplug's options, options that the launcher puts first (`--local_rank=0`; passed on to the script),

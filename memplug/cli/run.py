@@ -20,15 +20,14 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="The command, with its own arguments.")],
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="A block, or a JSON that holds one, for engines and models of Megatron-LM without their own block."
-        ),
+        typer.Option(help="A block, or a JSON that holds one, for training whose own configuration has none."),
     ] = None,
 ) -> None:
     """Start a training command, with memplug in each Python process that it starts.
 
     memplug attaches to each DeepSpeed engine whose configuration has a "memplug" block. With --config it also attaches
-    to engines without one, and to the models of Megatron-LM's training loop. Other processes run as without memplug.
+    to engines without one, to the models of Megatron-LM's training loop, and in the Trainers of transformers and
+    Lightning. Other processes run as without memplug.
     Exit code: the command's; 128 and more if a signal ended it; 127: there is no such command; 1: the block is not
     usable.
     """

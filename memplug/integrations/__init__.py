@@ -1,1 +1,1 @@
-"""Callbacks for other libraries' training loops: they attach, mark steps and detach. Only users import them."""
+"""Callbacks for other libraries' training loops; `launched.py` attaches in scripts that do not mention memplug."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class Attachment:
     Attributes:
         session: session of the current or the last training, for `report()`; under DeepSpeed, the engine's session.
             None if there is no session.
+        launched: called with "" once there is a session, if `memplug run` added this callback; it then logs nothing
+            about DeepSpeed, whose engines `memplug run` patches. None if the script did.
 
     Raises:
         ConfigError: the block is invalid.
@@ -38,6 +40,7 @@ class Attachment:
         super().__init__()
         self.config = load_config({"enabled": True} if config is None else config)
         self.session: Session | None = None
+        self.launched: Callable[[str], None] | None = None
         self._attached: AttachedModel | None = None  # None unless this callback has attached
         self._told = False
 
@@ -53,6 +56,11 @@ class Attachment:
             RegionError: as in `memplug.attach`.
             UnsupportedVersionError: as in `memplug.attach`.
         """
+        self._begin(model, deepspeed)
+        if self.launched is not None and self.session is not None:
+            self.launched("")
+
+    def _begin(self, model: nn.Module, deepspeed: bool) -> None:
         self.end()  # an error may have ended the last training
         existing = attached_to(model)
         if existing is not None and existing.owner is not None:  # attached by another callback whose training failed
@@ -88,7 +96,7 @@ class Attachment:
             attached.detach()
 
     def _tell(self, deepspeed: bool) -> None:
-        if self._told:
+        if self._told or self.launched is not None:
             return
         self._told = True
         if self.session is None:

@@ -7,7 +7,13 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_LOOPS = {"deepspeed": "deepspeed.initialize", "megatron.training.training": "Megatron-LM's training loop"}
+_LOOPS = {
+    "deepspeed": "deepspeed.initialize",
+    "megatron.training.training": "Megatron-LM's training loop",
+    "transformers.trainer": "Trainer.train",
+    "lightning.pytorch.trainer.trainer": "Trainer.fit",
+    "pytorch_lightning.trainer.trainer": "Trainer.fit",
+}
 
 
 @dataclass
@@ -40,6 +46,14 @@ class Outcome:
             with contextlib.suppress(OSError), open(self.folder / str(os.getpid()), "a", encoding="utf-8") as file:
                 file.write(f"{kind} {text}\n")
 
+    def leave(self, reason: str) -> None:
+        """Note that memplug leaves an engine or a model alone.
+
+        Args:
+            reason: one line; "" if nothing is to be explained: memplug attached, or the block is off.
+        """
+        self.note("off" if reason else "settled", reason)
+
     def read(self) -> None:
         """Add the notes of all processes that share the folder."""
         assert self.folder is not None
@@ -54,12 +68,12 @@ class Outcome:
             return None
         if self.off:
             return f"memplug: nothing was attached: {'; '.join(self.off)}"
-        called = [_LOOPS[module] for module in self.imported]
+        called = dict.fromkeys(_LOOPS[module] for module in self.imported)
         if called:
             return f"memplug: nothing was attached: no process called {' or '.join(called)}"
         return (
-            "memplug: nothing was attached: no process imported DeepSpeed or Megatron-LM's training loop. In other "
-            "loops, give Trainer or Lightning the callback of memplug.integrations, or call memplug.attach(model)"
+            "memplug: nothing was attached: no process imported DeepSpeed, Megatron-LM's training loop, or the Trainer "
+            "of transformers or Lightning. In other loops, call memplug.attach(model)"
         )
 
     def _add(self, kind: str, text: str) -> None:

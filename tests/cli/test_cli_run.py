@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memplug.hooks import launched
+from memplug.integrations import launched
 from memplug.startup.path_entry import sitecustomize
 from tests.support.folders import ROOT
 from tests.support.megatron_lm import write_repository
@@ -71,7 +71,7 @@ def test_disabled_block_changes_no_result_and_no_message(repository: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["true"], "no process imported DeepSpeed or Megatron-LM's training loop"),
+        (["true"], "no process imported DeepSpeed, Megatron-LM's training loop, or the Trainer"),
         (["pretrain_gpt.py"], "Megatron-LM's model has no block: give one by `--config FILE`"),
         (
             ["--config", "block.json", "python", "-c", "import megatron.training.training"],
@@ -178,7 +178,7 @@ def test_unusable_command_line_is_refused(arguments: list[str], code: int, text:
     assert text in started(*arguments, code=code).stderr
 
 
-def test_sitecustomize_watches_the_modules_of_both_frameworks() -> None:
+def test_sitecustomize_watches_the_modules_of_all_frameworks() -> None:
     assert sitecustomize.MODULES == tuple(launched.ENTRIES)
     assert sitecustomize.VARIABLE.startswith("PYTHON"), "DeepSpeed's launcher exports such names to other nodes"
     assert [file.name for file in sorted(STARTUP.glob("sitecustomize*"))] == ["sitecustomize.py"]

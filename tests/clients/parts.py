@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ VOCABULARY = 96
 LENGTH = 32
 WORDS = [f"w{i}" for i in range(VOCABULARY - 4)]
 STEPS = 8
+RUN = [sys.executable, "-c", "from memplug.cli import main; main()", "run"]
 Block = dict[str, Any]
 Outcome = dict[str, Any]
 

@@ -72,7 +72,7 @@ def test_session_counts_every_step_of_megatron(repository, monkeypatch):
         return sessions[-1]
 
     original = memplug.attach
-    monkeypatch.setattr("memplug.hooks.launched.attach", attach)
+    monkeypatch.setattr("memplug.integrations.launched.attach", attach)
     run.main(["pretrain_gpt.py", "--memplug-config", "ds.json"])
     assert [session.steps for session in sessions] == [4]
     assert sessions[0].report().tokenwise.offloaded_bytes > 0

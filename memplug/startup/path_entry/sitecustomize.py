@@ -11,7 +11,13 @@ import sys
 VARIABLE = "PYTHON_MEMPLUG_RUN"
 """Name of the environment variable that has a run's settings. DeepSpeed's launcher exports names that begin with PYTHON
 to other nodes."""
-MODULES = ("deepspeed", "megatron.training.training")
+MODULES = (
+    "deepspeed",
+    "megatron.training.training",
+    "transformers.trainer",
+    "lightning.pytorch.trainer.trainer",
+    "pytorch_lightning.trainer.trainer",
+)
 """The modules after whose import memplug patches a framework."""
 
 
@@ -52,7 +58,7 @@ class Imports:
 
 def _imported(name):
     try:
-        from memplug.hooks.launched import imported
+        from memplug.integrations.launched import imported
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "memplug":
             raise

@@ -10,12 +10,18 @@ from typing import Any
 from memplug.config import MemplugConfig, block_in
 from memplug.hooks import deepspeed, megatron_training
 from memplug.hooks.attach import attach
+from memplug.integrations import unchanged
 from memplug.startup.outcome import Outcome
 from memplug.startup.settings import RunSettings
 
 log = logging.getLogger("memplug")
 
-ENTRIES = {"deepspeed": deepspeed.install, megatron_training.MODULE: megatron_training.install}
+ENTRIES = {
+    "deepspeed": deepspeed.install,
+    megatron_training.MODULE: megatron_training.install,
+    unchanged.TRANSFORMERS: unchanged.install_transformers,
+    **{module: functools.partial(unchanged.install_lightning, module) for module in unchanged.LIGHTNING},
+}
 """Functions that patch a framework's module once it is imported, by the module's name."""
 
 
@@ -54,10 +60,7 @@ def install(module: str, config: MemplugConfig | None, outcome: Outcome) -> None
         outcome.note("settled")
         return session
 
-    def off(reason: str) -> None:
-        outcome.note("off" if reason else "settled", reason)
-
-    ENTRIES[module](attached, config, off)
+    ENTRIES[module](attached, config, outcome.leave)
 
 
 def show_log() -> None:
