@@ -7,6 +7,7 @@
 | `allreduce_gradients` | the engine instance | its operators vary with the number of ranks: no part of the program |
 | `destroy` | the engine instance | the session ends with the engine |
 | `backward` | the engine instance | a note on an out-of-memory error |
+| `compile` | the engine instance, by `deep_compile` | to refuse DeepCompile |
 | `pre_` and `post_sub_module_forward_function` | ZeRO 3's `parameter_offload` | gathering is no part of a region |
 | `pre_` and `post_sub_module_backward_function` | ZeRO 3's `parameter_offload` | to know what backward has gathered |
 | `_all_gather`, `_partition` | `zero.partition_parameters.Init` | gathering external parameters is no part of regions |
@@ -34,6 +35,7 @@ from torch import nn
 from memplug.config import MemplugConfig, read_ds_config
 from memplug.ds_json.keys import offloads_of
 from memplug.errors import ConflictError, PatchError, UnsupportedVersionError
+from memplug.hooks import deep_compile
 from memplug.hooks.framework import AttachTarget, Framework, Layers
 from memplug.hooks.patching import ORIGINAL, is_patched, patch, put_back, uncompared, unnoticed, wrapped
 from memplug.session import report
@@ -157,6 +159,7 @@ class DeepSpeed(Framework):
         if hasattr(type(engine), "train_batch"):
             patch(engine, "train_batch", step, attached, VERSIONS)
         patch(engine, "backward", backward, attached, VERSIONS)
+        deep_compile.refuse(engine, attached, VERSIONS)
         if self.regathers(target):
             named = dict(modules)
             _hook_gathering(engine, attached, named)

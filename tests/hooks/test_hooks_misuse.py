@@ -11,7 +11,7 @@ import memplug
 from memplug.errors import ConflictError, RegionError
 from memplug.session import attached as attached_module
 from tests.support.blocks import Stack, assert_same, gradients, twin
-from tests.support.hosts import block, ds_config, make_engine
+from tests.support.hosts import block, ds_config, make_engine, train_engine
 
 
 def regions(*patterns: str) -> dict:
@@ -110,3 +110,34 @@ def test_attach_to_engine_without_block_warns(cpu_engine: None, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "memplug"):
         assert memplug.attach(make_engine(ds_config())).report().as_dict() == {"stage": "off"}
     assert 'no "memplug" block' in caplog.text
+
+
+def test_deepcompile_of_an_attached_engine_is_refused_with_advice(
+    cpu_engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Use AutoSP with another backend, since AutoSP's own changes torch for the rest of the process."""
+    config = ds_config(memplug=block(), compile={"deepcompile": True, "passes": ["autosp"]})
+    engine = make_engine(config)
+    monkeypatch.setattr(type(engine), "get_autosp_backend", lambda self, options: "eager")
+    session = memplug.attach(engine)
+    with pytest.raises(ConflictError, match="DeepCompile compiles the engine's whole model") as error:
+        engine.compile(backend="eager")
+    assert error.value.code == "MP003" and "deepcompile" in error.value.advice
+    session.detach()
+    again = make_engine(config)
+    memplug.attach(again).detach()
+    again.compile(backend="eager")
+    assert again.is_deepcompile_active()
+
+
+def test_attached_engine_whose_deepcompile_falls_back_trains_as_plain(cpu_engine: None) -> None:
+    """Use ZeRO 0, which DeepCompile's own passes do not support: DeepSpeed falls back to torch.compile."""
+    config = ds_config(compile={"deepcompile": True})
+    expected = train_engine(make_engine(ds_config()), 3)
+    engine = make_engine(config)
+    session = memplug.attach(engine, block(alpha=1))
+    engine.compile(backend="eager")
+    assert not engine.is_deepcompile_active()
+    assert train_engine(engine, 3) == expected
+    assert session.report().tokenwise.forwards == 3 * 3
+    session.detach()

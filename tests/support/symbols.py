@@ -295,6 +295,10 @@ DEEPSPEED = Package(
     "deepspeed",
     distribution="deepspeed",
     uses={
+        "memplug/hooks/deep_compile.py": (
+            f"{_ENGINE}compile",
+            (f"{_ENGINE}is_deepcompile_active", f"{_ENGINE}is_deepcompile_enabled"),
+        ),
         "memplug/hooks/deepspeed.py": (
             "deepspeed:initialize(model, config)",
             *members(_ENGINE, "step", "backward", "destroy", "allreduce_gradients"),
