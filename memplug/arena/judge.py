@@ -188,7 +188,7 @@ def _predictions(plan: AddressPlan) -> Iterator[Finding]:
 
 def _dynamic(plan: AddressPlan) -> Iterator[Finding]:
     # Copied out of the table once, since there may be thousands of groups.
-    lower, upper = (plan.problem.buffers[name].copy() for name in ("lower", "upper"))
+    lower, upper, rooms = (plan.problem.buffers[name].copy() for name in ("lower", "upper", "room"))
     for number, group in enumerate(plan.dynamic):
         name = f"dynamic space {number}"
         yield from _group(plan.problem, name, group)
@@ -199,7 +199,7 @@ def _dynamic(plan: AddressPlan) -> Iterator[Finding]:
             message = f"{name} ends at {end[-1]}, beyond an arena of {plan.solution.height} bytes"
             yield Finding(code=Fault.SPACE_BEYOND_ARENA, message=message)
         else:
-            rows = np.flatnonzero((lower < group.upper) & (upper > group.lower))
+            rows = np.flatnonzero((lower < group.upper) & (upper > group.lower) & ~rooms)
             yield from _in_use(plan, name, np.array(first, np.int64), np.array(end, np.int64), rows)
 
 

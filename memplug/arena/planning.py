@@ -11,6 +11,7 @@ from memplug.arena.plan.dynamic import dynamic_peak_bytes, dynamic_spaces, renew
 from memplug.arena.plan.from_trace import last_step, problem_of
 from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution
+from memplug.arena.plan.rooms import with_rooms
 from memplug.arena.tables import MARGIN_BYTES, ArenaTables, tables_of
 from memplug.profile.trace import Trace
 from memplug.profile.varying import observed
@@ -34,9 +35,11 @@ def planned(
     Raises:
         LayoutError: no planner found a plan that the judge accepts.
     """
-    step = observed(last_step(trace), others)
+    margin = MARGIN_BYTES if checks else 0
+    step, others = observed(last_step(trace), others)
     # A validation's requests get reusable space instead of addresses, since the next step may have no validation.
-    problem = problem_of(step, margin_bytes=MARGIN_BYTES if checks else 0, without_gradients=False)
+    problem = problem_of(step, margin_bytes=margin, without_gradients=False)
+    problem = with_rooms(problem, step, others, margin)
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
     plan = plan_with_spaces(step, problem, solution)
     return plan, tables_of(plan)

@@ -93,7 +93,8 @@ def tables_of(plan: AddressPlan) -> ArenaTables:
         )
     stream = _numbered(plan.problem)
     reused = offsets - kept_bytes
-    used = _Used(reused[~kept], table["size"][~kept], stream[~kept])
+    asked = ~kept & ~table["room"]
+    used = _Used(reused[asked], table["size"][asked], stream[asked])
     kind = _kinds(table, stream)
     crosses = np.where(kept, 0, used.masks(reused, reused + table["size"], stream))
     requests, rows = _requests(plan.problem, reused, crosses, stream, kind)

@@ -66,8 +66,8 @@ class Trace:
         base_bytes: device memory in use when the recording began, as far as the allocator knows.
         peak_bytes: the most device memory in use during the recording, as the allocator itself counted it, in
             requested (unrounded) bytes; 0 if unknown.
-        dynamic: bool[requests], the requests that differ in other steps (`memplug.profile.varying`); None: no other step
-            was compared, and the requests of dynamic layers count as dynamic. Trace files do not contain it.
+        dynamic: bool[requests], the requests that differ in other steps (`memplug.profile.varying`); None: no other
+            step was compared, and the requests of dynamic layers count as dynamic. Trace files do not contain it.
 
     Raises:
         TraceError: the trace is malformed (`memplug.profile.trace_checks.check`).

@@ -20,36 +20,49 @@ from memplug.sizes import BLOCK_BYTES, rounded_up
 _Place = tuple[Pass, int, Layer | None, int]
 
 
-def observed(step: Trace, others: Sequence[Trace]) -> Trace:
-    """Return the step with its dynamic requests marked.
+def observed(step: Trace, others: Sequence[Trace]) -> tuple[Trace, list[Trace]]:
+    """Return the step and the others with their dynamic requests marked.
+
+    All of them have the same requests that are not dynamic.
 
     Args:
         step: one recorded step.
-        others: recorded steps of the same program; without any, no request is marked.
+        others: recorded steps of the same program; without any, no request is dynamic.
     """
+    partners = [same(step, other) for other in others]
     dynamic = np.zeros(len(step.requests), bool)
-    for other in others:
-        dynamic |= varying(step, other)
-    return replace(step, dynamic=dynamic)
+    for partner in partners:
+        dynamic |= partner < 0
+    marked = []
+    for other, partner in zip(others, partners, strict=True):
+        its = np.ones(len(other.requests), bool)
+        its[partner[~dynamic]] = False
+        marked.append(replace(other, dynamic=its))
+    return replace(step, dynamic=dynamic), marked
 
 
-def varying(step: Trace, other: Trace) -> np.ndarray:
-    """Return which of a step's requests another step makes with other bytes, or does not make. bool[requests].
+def same(step: Trace, other: Trace) -> np.ndarray:
+    """Return for each request of a step the row of the same request in another step, or -1. int64[requests].
 
-    Requests are compared place by place, in order, by operator and by bytes in whole blocks; a place is a pass, a
-    micro-batch, a layer and a stream. If one step makes more requests at a place, the longest common runs are compared.
+    Requests are compared place by place, by operator and by bytes in whole blocks; a place is a pass, a micro-batch, a
+    layer and a stream. If both steps make the same requests at a place, all of them are the same, in any order, since
+    other threads may change the order. Otherwise the longest common runs are.
     """
-    found = np.zeros(len(step.requests), bool)
-    theirs = {place: _asked(other, rows) for place, rows in _by_place(other)}
+    found = np.full(len(step.requests), -1)
+    theirs = {place: rows for place, rows in _by_place(other)}
     for place, rows in _by_place(step):
-        own, its = _asked(step, rows), theirs.get(place, [])
-        if own == its:
+        its = theirs.get(place, rows[:0])
+        own_asked, its_asked = _asked(step, rows), _asked(other, its)
+        if sorted(own_asked) == sorted(its_asked):
+            found[rows[_order(own_asked)]] = its[_order(its_asked)]
             continue
-        differs = np.ones(len(rows), bool)
-        for run in SequenceMatcher(None, own, its, autojunk=False).get_matching_blocks():
-            differs[run.a : run.a + run.size] = False
-        found[rows[differs]] = True
+        for run in SequenceMatcher(None, own_asked, its_asked, autojunk=False).get_matching_blocks():
+            found[rows[run.a : run.a + run.size]] = its[run.b : run.b + run.size]
     return found
+
+
+def _order(asked: list[tuple[str, int]]) -> list[int]:
+    return sorted(range(len(asked)), key=asked.__getitem__)
 
 
 def _by_place(step: Trace) -> Iterator[tuple[_Place, np.ndarray]]:

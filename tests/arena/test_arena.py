@@ -24,6 +24,7 @@ from tests.support.serving import (
     ALONE,
     CHECKED,
     Run,
+    grouped_mixtral,
     llama,
     mixtral,
     nothing_leaks,
@@ -73,13 +74,21 @@ def test_arena_serves_a_dense_model_with_unchanged_losses(name: str, without: Ru
     assert run.report["arena_peak_fragmentation"] <= 0.02
 
 
-def test_arena_serves_some_expert_requests_from_reusable_space() -> None:
-    run = train(ALONE, mixtral, steps=20)
-    assert run.losses == train(OFF, mixtral, steps=20).losses
+def test_requests_that_depend_on_routing_are_served_from_their_room() -> None:
+    run = train(ALONE, mixtral, steps=40)
+    assert run.losses == train(OFF, mixtral, steps=40).losses
     report = run.report
-    assert report["arena_dynamic"] > 0 and report["arena_dynamic_bytes"] > 0
-    assert report["arena_dynamic"] + report["arena_dynamic_missed"] > 100
-    assert report["arena_served"] > 0 and max(run.mismatched[-10:]) == 0
+    assert report["arena_dynamic"] > 100 and report["arena_dynamic_bytes"] > 0
+    assert report["arena_plans"] <= 2
+    served = report["arena_served_bytes"] + report["arena_dynamic_bytes"] + report["arena_reusable_bytes"]
+    assert served / (served + report["arena_fallback_bytes"]) >= 0.9
+
+
+def test_experts_whose_requests_do_not_change_are_served_at_planned_addresses() -> None:
+    run = train(ALONE, grouped_mixtral, steps=20)
+    assert run.losses == train(OFF, grouped_mixtral, steps=20).losses
+    assert run.report["arena_dynamic"] == run.report["arena_dynamic_missed"] == 0
+    assert run.report["arena_plans"] == 1 and run.served >= 0.999 and max(run.mismatched[-10:]) == 0
 
 
 def test_arena_serves_a_swapping_mixture_with_unchanged_losses() -> None:

@@ -160,7 +160,7 @@ def _is_valid_group(plan: AddressPlan, placed: list[Buffer], group: DynamicSpace
     used = {
         byte
         for buffer, offset in zip(placed, plan.solution.offsets.tolist(), strict=True)
-        if buffer.lower < group.upper and group.lower < buffer.upper
+        if buffer.lower < group.upper and group.lower < buffer.upper and not buffer.room
         for byte in range(offset, offset + buffer.size)
     }
     return (
@@ -183,10 +183,10 @@ def _group(draw: st.DrawFn, problem: Problem, solution: Solution) -> DynamicSpac
     upper = draw(st.integers(lower + 1, 16))
     free = np.ones(solution.height + 1, bool)
     free[-1] = False
-    for (begin, end, size), offset in zip(
-        problem.buffers[["lower", "upper", "size"]].tolist(), solution.offsets.tolist(), strict=True
+    for (begin, end, size, room), offset in zip(
+        problem.buffers[["lower", "upper", "size", "room"]].tolist(), solution.offsets.tolist(), strict=True
     ):
-        if begin < upper and lower < end:
+        if begin < upper and lower < end and not room:
             free[offset : offset + size] = False
     edges = np.flatnonzero(np.diff(free, prepend=False)).tolist()
     phase, layer = st.integers(-1, len(problem.phases) - 1), st.integers(-1, len(problem.layers) - 1)
@@ -218,6 +218,7 @@ def _row(draw, named, *, streams, latest, largest, alignments) -> tuple:
         *(draw(place[0]) for _ in range(2)),
         *(draw(place[1]) for _ in range(2)),
         outlives,
+        not outlives and draw(st.sampled_from((False,) * 9 + (True,))),
     )
 
 

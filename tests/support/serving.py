@@ -32,7 +32,14 @@ def llama() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Return a mixture of experts."""
+    """Return a mixture whose experts run in a loop, so that their requests depend on the routing."""
+    model = grouped_mixtral()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def grouped_mixtral() -> nn.Module:
+    """Return a mixture whose experts run in grouped matmuls, which request the same bytes for any routing."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

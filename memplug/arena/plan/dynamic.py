@@ -1,8 +1,9 @@
 """Finds reusable space, by group, for requests whose sizes are known only at run time.
 
 STWeaver, section 5.2: dynamic requests that one layer makes and another frees form a HomoLayer group (Eq. 2). Their
-sizes are unknown, but all of them live between the beginning of the first layer and the end of the second. The bytes
-that no planned buffer uses in that time are the group's dynamic reusable space (Eq. 3 to 5).
+sizes are unknown, but they live between the same planned requests in each step. The bytes that no planned buffer uses
+in that time are the group's dynamic reusable space (Eq. 3 to 5). STWeaver takes the time from the beginning of the first
+layer to the end of the second instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from memplug.arena.plan.problem import Problem, Solution
 from memplug.profile.trace import Trace
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
-_KEY = ("malloc_phase", "malloc_layer", "free_phase", "free_layer", "stream")
+GROUP = ("malloc_phase", "malloc_layer", "free_phase", "free_layer", "stream")
 
 
 def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
@@ -29,21 +30,19 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
         problem: the step's other requests, on the same clock.
         solution: of that problem.
     """
-    rows = _dynamic(step)
+    rows = dynamic_requests(step)
     if not len(rows):
         return ()
-    keys, group = np.unique(np.stack([rows[name] for name in _KEY], axis=1), axis=0, return_inverse=True)
+    keys, group = np.unique(np.stack([rows[name] for name in GROUP], axis=1), axis=0, return_inverse=True)
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group.reshape(-1)[order], np.arange(len(keys) + 1))
-    spans = _spans(step)
+    planned = planned_events(step)
     members = [np.sort(order[begin:end]) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
-    windows = [
-        _window(key, rows[of_it], spans, len(step.events)) for key, of_it in zip(keys.tolist(), members, strict=True)
-    ]
+    windows = [_window(rows[of_it], planned, len(step.events)) for of_it in members]
     numbers = _numbers_in_place(rows)
     return tuple(
         DynamicSpace(
-            **dict(zip(_KEY, key, strict=True)),
+            **dict(zip(GROUP, key, strict=True)),
             lower=window[0],
             upper=window[1],
             spaces=spaces,
@@ -71,7 +70,7 @@ def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: S
 
 def dynamic_peak_bytes(step: Trace) -> int:
     """Return the most bytes that a step's dynamic requests have in use at once, each rounded up to whole blocks."""
-    return _peak_bytes(_dynamic(step))
+    return _peak_bytes(dynamic_requests(step))
 
 
 def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
@@ -84,8 +83,8 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
         step: the recorded step.
         spaces: the spaces of the step's plan.
     """
-    rows = _dynamic(step)
-    of_group = {tuple(getattr(space, name) for name in _KEY): space.spaces for space in spaces}
+    rows = dynamic_requests(step)
+    of_group = {tuple(getattr(space, name) for name in GROUP): space.spaces for space in spaces}
     numbers = {int(number): at for at, number in enumerate(rows["number"])}
     events = step.events
     concerned = np.flatnonzero(np.isin(events["request"], rows["number"]))
@@ -101,7 +100,7 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
         row = rows[at]
         size = rounded_up(int(row["nbytes"]), BLOCK_BYTES)
         taken = sorted(live.values())
-        stretches = [free for space in of_group[tuple(row[list(_KEY)].item())] for free in _without(space, taken)]
+        stretches = [free for space in of_group[tuple(row[list(GROUP)].item())] for free in _without(space, taken)]
         fits = [stretch for stretch in stretches if stretch[1] - stretch[0] >= size]
         if fits:
             start = min(fits, key=lambda stretch: stretch[1] - stretch[0])[0]
@@ -110,7 +109,7 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
     return requests, nbytes
 
 
-def _dynamic(step: Trace) -> np.ndarray:
+def dynamic_requests(step: Trace) -> np.ndarray:
     """Return the dynamic requests above 0 bytes of the training threads, in order, of dtype REQUEST."""
     rows = step.requests
     return rows[rows["dynamic"] & (rows["nbytes"] > 0) & (rows["malloc_thread"] == TRAINING)]
@@ -126,37 +125,39 @@ def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _spans(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the range [first, end) of the events of each phase and layer."""
-    phase, layer = step.events["phase"].astype(np.int64), step.events["layer"].astype(np.int64)
-    width = len(step.layers) + 1
-    places, first = np.unique(phase * width + layer + 1, return_index=True)
-    last = len(phase) - np.unique((phase * width + layer + 1)[::-1], return_index=True)[1]
-    return {
-        (place // width, place % width - 1): (begin, end)
-        for place, begin, end in zip(places.tolist(), first.tolist(), last.tolist(), strict=True)
-    }
+def _window(members: np.ndarray, planned: np.ndarray, end: int) -> tuple[int, int]:
+    """Return the window of a group: from its first malloc to its last free, and on to the next planned events.
+
+    In another step the group's requests may begin earlier or end later, but between the same planned requests.
+
+    Args:
+        members: the group's requests, of dtype REQUEST.
+        planned: the events of planned requests, ascending.
+        end: the number of the step's events.
+    """
+    before = np.searchsorted(planned, members["malloc_event"].min()) - 1
+    lower = int(planned[before]) + 1 if before >= 0 else 0
+    if (members["free_event"] < 0).any():
+        return lower, end
+    after = np.searchsorted(planned, members["free_event"].max())
+    return lower, int(planned[after]) if after < len(planned) else end
 
 
-def _window(
-    key: list[int], members: np.ndarray, spans: dict[tuple[int, int], tuple[int, int]], events: int
-) -> tuple[int, int]:
-    """Return the window from the malloc layer's beginning to the free layer's end; it covers all recorded lifetimes."""
-    malloc_phase, malloc_layer, free_phase, free_layer, _ = key
-    lower = min(spans[malloc_phase, malloc_layer][0], int(members["malloc_event"].min()))
-    if free_phase < 0:
-        return lower, events
-    return lower, max(spans[free_phase, free_layer][1], int(members["free_event"].max()) + 1)
+def planned_events(step: Trace) -> np.ndarray:
+    """Return the events of the requests that are not dynamic, ascending. int64[n]."""
+    rows = step.requests[~step.requests["dynamic"]]
+    return np.sort(np.concatenate([rows["malloc_event"], rows["free_event"][rows["free_event"] >= 0]]))
 
 
 def idle_spaces(
     problem: Problem, solution: Solution, windows: Sequence[tuple[int, int]]
 ) -> list[tuple[tuple[int, int], ...]]:
     """Return for each window of the clock the ranges [begin, end) of bytes that no planned buffer uses, sorted."""
-    table = problem.buffers
+    planned = np.flatnonzero(~problem.buffers["room"])
+    table, offsets = problem.buffers[planned], solution.offsets[planned]
     by_lower = np.argsort(table["lower"], kind="stable")
     lower, upper = table["lower"][by_lower], table["upper"][by_lower]
-    starts = solution.offsets[by_lower]
+    starts = offsets[by_lower]
     ends = starts + table["size"][by_lower]
     found: list[tuple[tuple[int, int], ...]] = [()] * len(windows)
     # Visit windows in the order of their beginnings. `in_use` has the buffers in use when the window begins; all other

@@ -27,6 +27,7 @@ BUFFER = np.dtype(
         ("lower_layer", "<i4"),  # index into Problem.layers; -1: outside of layers, or unknown
         ("upper_layer", "<i4"),
         ("outlives", "?"),  # still in use when the step ends: shares no bytes
+        ("room", "?"),  # no request: bytes for dynamic requests, whose sizes are known only at run time
     ]
 )
 ORDERING = np.dtype(  # at `time`, stream `after` waits for all work of stream `before` so far
@@ -48,6 +49,7 @@ class Buffer:
         stream: the stream that requests it.
         lower_phase, upper_phase, lower_layer, upper_layer: where it is requested and freed; see `BUFFER`.
         outlives: whether it is still in use when the step ends.
+        room: whether it is no request, but bytes for dynamic requests.
     """
 
     lower: int
@@ -60,6 +62,7 @@ class Buffer:
     lower_layer: int = -1
     upper_layer: int = -1
     outlives: bool = False
+    room: bool = False
 
 
 def buffers(rows: list[Buffer] | np.ndarray) -> np.ndarray:
@@ -130,6 +133,18 @@ class Problem:
         return Problem(
             buffers=self.buffers[rows],
             ids=self.ids[rows],
+            orderings=self.orderings,
+            phases=self.phases,
+            layers=self.layers,
+            fingerprint=self.fingerprint,
+        )
+
+    def with_rooms(self, rooms: np.ndarray) -> Problem:
+        """Return the problem with these rooms too, of dtype BUFFER; their ids are below all others and below 0."""
+        first = min(0, int(self.ids.min(initial=0)))
+        return Problem(
+            buffers=np.concatenate([self.buffers, rooms]),
+            ids=np.concatenate([self.ids, first - 1 - np.arange(len(rooms))]),
             orderings=self.orderings,
             phases=self.phases,
             layers=self.layers,

@@ -13,6 +13,8 @@ from memplug.profile.trace_file import load
 from tests.support.folders import DATA
 from tests.support.traces import Recording, assert_same, recordings, training
 
+OUTLIVES = BUFFER.names.index("outlives")
+
 
 def replayed(trace, step, alignment):
     """Walk over the events of one step, and return the expected rows of the problem and their ids."""
@@ -43,7 +45,8 @@ def replayed(trace, step, alignment):
         if "upper" not in row:
             row |= {"lower": 0, "upper": len(events), "upper_phase": -1, "upper_layer": -1, "outlives": True}
         row["size"] = (row["nbytes"] + alignment - 1) // alignment * alignment
-        found.append(tuple({"outlives": False, "alignment": alignment, **row}[name] for name in BUFFER.names))
+        whole = {"outlives": False, "room": False, "alignment": alignment, **row}
+        found.append(tuple(whole[name] for name in BUFFER.names))
         ids.append(row["number"])
     return found, ids
 
@@ -53,7 +56,7 @@ def extra_buffers(trace, step, alignment, rows, ids):
     during = trace.step_events(step) if trace.steps else slice(0, len(trace.events))
     events = trace.events[during]
     numbers = np.cumsum(events["kind"] == EventKind.MALLOC) - 1
-    kept = {number: (row[2], row[4]) for number, row in zip(ids, rows, strict=True) if row[-1]}
+    kept = {number: (row[2], row[4]) for number, row in zip(ids, rows, strict=True) if row[OUTLIVES]}
     nbytes = last_step(trace, step).events["nbytes"]
     due = {kind: list(kept.values()).count(kind) for kind in kept.values()}
     left = {kind: 0 for kind in due}
