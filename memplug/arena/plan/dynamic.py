@@ -2,8 +2,8 @@
 
 STWeaver, section 5.2: dynamic requests that one layer makes and another frees form a HomoLayer group (Eq. 2). Their
 sizes are unknown, but they live between the same planned requests in each step. The bytes that no planned buffer uses
-in that time are the group's dynamic reusable space (Eq. 3 to 5). STWeaver takes the time from the beginning of the first
-layer to the end of the second instead.
+in that time are the group's dynamic reusable space (Eq. 3 to 5). STWeaver takes the longer time from the beginning of
+the first layer to the end of the second.
 """
 
 from __future__ import annotations
