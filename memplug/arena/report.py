@@ -37,8 +37,8 @@ class ArenaReport(FollowerReport):
         lasting, lasting_bytes: requests that torch's allocator served because their blocks outlive the step.
         leftover_bytes: held now by blocks that outlived their step although the plan did not know.
         native_bytes: in use now in torch's own allocator; None without an arena, and on the CPU.
-        step_served: share of the last step's requests for which the arena had bytes, not counting those that
-            outlive the step; None if there were none.
+        step_served: share of the last step's bytes that the arena served, without those of requests that outlive the
+            step; None if there were none.
     """
 
     prefix: ClassVar[str] = "arena_"
@@ -66,10 +66,10 @@ class ArenaReport(FollowerReport):
     step_served: float | None = None
 
     def closing(self) -> str:
-        """Return the share of requests that the arena served, or why it served none."""
-        served = self.served + self.dynamic + self.reusable
-        if served:
-            return f"{served / (served + self.fallback):.1%} of requests served by the arena"
+        """Return the share of bytes that the arena served, or why it served none."""
+        served_bytes = self.served_bytes + self.dynamic_bytes + self.reusable_bytes
+        if served_bytes:
+            return f"{served_bytes / (served_bytes + self.fallback_bytes):.1%} of bytes served by the arena"
         why = self.off_because or _NOT_YET.get(self.state)
         return f"no arena: {why}" if why else ""
 
@@ -83,7 +83,8 @@ def report_of(counters: Counters, step: Counters, plan: AddressPlan | None, **ot
         plan: the plan that the arena serves, or served last.
         others: the fields that do not come from counters.
     """
-    asked = step.from_arena + step.mismatched + step.dynamic_missed
+    served_bytes = step.planned_bytes + step.dynamic_bytes + step.reusable_bytes
+    asked_bytes = served_bytes + step.fallback_bytes
     reserved = counters.reserved_bytes
     return ArenaReport(
         bytes=reserved,
@@ -104,6 +105,6 @@ def report_of(counters: Counters, step: Counters, plan: AddressPlan | None, **ot
         lasting=counters.lasting,
         lasting_bytes=counters.lasting_bytes,
         leftover_bytes=counters.leftover_bytes,
-        step_served=step.from_arena / asked if asked else None,
+        step_served=served_bytes / asked_bytes if asked_bytes else None,
         **others,
     )
