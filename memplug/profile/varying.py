@@ -17,7 +17,11 @@ from memplug.profile.records import Layer, Pass
 from memplug.profile.trace import Trace
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
+MOST_PAIRS = 2**22
+"""The longest common runs of a place are searched for among at most so many pairs of requests."""
+
 _Place = tuple[Pass, int, Layer | None, int]
+_Asked = tuple[str, int]  # operator, bytes
 
 
 def observed(step: Trace, others: Sequence[Trace]) -> tuple[Trace, list[Trace]]:
@@ -46,7 +50,8 @@ def same(step: Trace, other: Trace) -> np.ndarray:
 
     Requests are compared place by place, by operator and by bytes in whole blocks; a place is a pass, a micro-batch, a
     layer and a stream. If both steps make the same requests at a place, all of them are the same, in any order, since
-    other threads may change the order. Otherwise the longest common runs are.
+    other threads may change the order. Otherwise the longest common runs are; in a place with very many requests, only
+    the first and the last run.
     """
     found = np.full(len(step.requests), -1)
     theirs = {place: rows for place, rows in _by_place(other)}
@@ -56,12 +61,25 @@ def same(step: Trace, other: Trace) -> np.ndarray:
         if sorted(own_asked) == sorted(its_asked):
             found[rows[_order(own_asked)]] = its[_order(its_asked)]
             continue
-        for run in SequenceMatcher(None, own_asked, its_asked, autojunk=False).get_matching_blocks():
-            found[rows[run.a : run.a + run.size]] = its[run.b : run.b + run.size]
+        for begin, its_begin, count in _common_runs(own_asked, its_asked):
+            found[rows[begin : begin + count]] = its[its_begin : its_begin + count]
     return found
 
 
-def _order(asked: list[tuple[str, int]]) -> list[int]:
+def _common_runs(own: list[_Asked], its: list[_Asked]) -> Iterator[tuple[int, int, int]]:
+    """Yield (first of `own`, first of `its`, length) of the longest common runs."""
+    shorter = min(len(own), len(its))
+    head = next((at for at in range(shorter) if own[at] != its[at]), shorter)
+    tail = next((at for at in range(shorter - head) if own[-1 - at] != its[-1 - at]), shorter - head)
+    yield 0, 0, head
+    yield len(own) - tail, len(its) - tail, tail
+    own, its = own[head : len(own) - tail], its[head : len(its) - tail]
+    if len(own) * len(its) <= MOST_PAIRS:
+        for run in SequenceMatcher(None, own, its, autojunk=False).get_matching_blocks():
+            yield head + run.a, head + run.b, run.size
+
+
+def _order(asked: list[_Asked]) -> list[int]:
     return sorted(range(len(asked)), key=asked.__getitem__)
 
 
@@ -76,7 +94,7 @@ def _by_place(step: Trace) -> Iterator[tuple[_Place, np.ndarray]]:
         yield (at.kind, at.micro_batch, of, stream), order[begin:end]
 
 
-def _asked(step: Trace, rows: np.ndarray) -> list[tuple[str, int]]:
+def _asked(step: Trace, rows: np.ndarray) -> list[_Asked]:
     """Return the operator and the bytes, in whole blocks, of each of these requests."""
     table = step.requests[rows]
     sizes = rounded_up(table["nbytes"], BLOCK_BYTES).tolist()

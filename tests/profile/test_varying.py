@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memplug.profile import varying
 from memplug.profile.trace import Pass, Trace
 from memplug.profile.varying import observed, same
 from tests.support.traces import Recording
@@ -59,6 +60,13 @@ def test_request_is_dynamic_if_any_of_the_steps_differs() -> None:
 def test_requests_that_come_more_often_shift_no_other_place() -> None:
     first = step(("a", 600), second=(("b", 1024),))
     assert dynamic(first, step(("a", 600), ("a", 600), second=(("b", 1024),))) == []
+
+
+def test_place_of_very_many_requests_is_compared_from_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = (step(("a", 600), ("b", size), ("c", 512), ("b", size), ("a", 99)) for size in (1024, 2048))
+    assert dynamic(first, other) == [1, 3]
+    monkeypatch.setattr(varying, "MOST_PAIRS", 8)
+    assert dynamic(first, other) == [1, 2, 3]
 
 
 def test_requests_in_another_order_are_not_dynamic() -> None:
