@@ -139,10 +139,10 @@ def _requests(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the requests, of dtype PLANNED_REQUEST, and the row of each, int64[n].
 
-    Buffers that the step before left are not among them, since this step does not request them.
+    Buffers that the step before left are not among them, since this step does not request them; rooms are not either.
     """
     table = problem.buffers
-    rows = np.flatnonzero((table["lower_phase"] >= 0) & (stream < MOST_STREAMS))
+    rows = np.flatnonzero((table["lower_phase"] >= 0) & (stream < MOST_STREAMS) & ~table["room"])
     phase = _places(problem)[rows]
     layer = table["lower_layer"][rows]
     order = np.lexsort((rows, layer, phase))

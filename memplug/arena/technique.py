@@ -241,8 +241,8 @@ class PlannedAddresses(Technique[Addresses]):
         self._serving, self._state, self.plan = part, ArenaState.SERVING, part.plan
         problem, promised = part.plan.problem, part.plan.predictions
         self._tell(
-            f"arena: {size(promised.arena_bytes)} for {len(problem):,} requests, the largest "
-            f"{size(int(problem.buffers['size'].max(initial=0)))}, fragmentation {promised.fragmentation:.2%}, "
+            f"arena: {size(promised.arena_bytes)} for {problem.requests:,} requests, the largest "
+            f"{size(int(problem.buffers['size'][~problem.buffers['room']].max(initial=0)))}, fragmentation {promised.fragmentation:.2%}, "
             f"{part.source or 'remembered'}",
             logging.INFO if part.source and not part.amendments else logging.DEBUG,
         )

@@ -28,7 +28,7 @@ def heading(plan: AddressPlan) -> str:
     """Return the plan in one line, such as "9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
     problem, solution = plan.problem, plan.solution
     share = 100 * fragmentation(problem.lower_bound, solution.height)
-    words = f"{len(problem):,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
+    words = f"{problem.requests:,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
     return f"{words}, by {solution.planner}"
 
 
@@ -36,16 +36,19 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
     """Return the facts of the arena's part of a plan."""
     planned = addresses_of(plan)
     table = planned.problem.buffers
+    rooms = table["size"][table["room"]]
     reusable = [sum(end - start for start, end in group.spaces) for group in planned.dynamic]
     return {
         "has_addresses": has_addresses(plan),
         **addresses(planned),
-        "largest_request_bytes": int(table["size"].max(initial=0)),
+        "largest_request_bytes": int(table["size"][~table["room"]].max(initial=0)),
         "streams": len(np.unique(table["stream"])),
         "peak_bytes_by_phase": _held(planned, "phase"),
         "peak_bytes_by_layer": _held(planned, "layer"),
         "outliving_requests": int(table["outlives"].sum()),
         "outliving_bytes": int(table["size"][table["outlives"]].sum()),
+        "rooms": len(rooms),
+        "rooms_bytes": int(rooms.sum()),
         "reusable_least_bytes": min(reusable, default=0),
         "reusable_most_bytes": max(reusable, default=0),
     }
@@ -55,7 +58,7 @@ def addresses(plan: AddressPlan) -> dict[str, Any]:
     """Return the facts of a plan's addresses that `memplug plan`, `show` and `diff` share."""
     bound, solution = plan.problem.lower_bound, plan.solution
     return {
-        "requests": len(plan.problem),
+        "requests": plan.problem.requests,
         "lower_bound_bytes": bound,
         "height_bytes": int(solution.height),
         "fragmentation": fragmentation(bound, int(solution.height)),
@@ -96,6 +99,7 @@ def rows(facts: dict[str, Any]) -> Rows:
         groups = f"{count(facts['dynamic_requests'], 'request')} in {count(facts['dynamic_groups'], 'group')}"
         most = f"at most {size(facts['dynamic_peak_bytes'])} in use"
         found.append(("dynamic", f"{groups}, {most}; each group may reuse {room}"))
+        found.append(("  rooms", f"{facts['rooms']}, {size(facts['rooms_bytes'])} in all"))
     return found
 
 

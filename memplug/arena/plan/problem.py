@@ -120,6 +120,11 @@ class Problem:
         """Return the number of buffers."""
         return len(self.buffers)
 
+    @property
+    def requests(self) -> int:
+        """Return the number of buffers that are requests, and not rooms."""
+        return int((~self.buffers["room"]).sum())
+
     def buffer(self, row: int) -> Buffer:
         """Return one row of `buffers`.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -27,18 +28,18 @@ SPARE = 0.1
 MOST_OVER = 1.25
 """A plan has rooms if it then needs at most this many times the bytes that a recorded step had in use at once."""
 
-_NOWHERE = -1  # phase and layer of a room
-
 
 @dataclass(frozen=True)
 class _Curve:
     """The bytes that dynamic requests have in use in each step, from the first instant in which any has one in use.
 
     Attributes:
+        name: phases and layers of the group, or of the first of several.
         begin: that instant.
         live: int64[steps, instants], up to the last such instant; the most bytes within each instant.
     """
 
+    name: tuple[Any, ...]
     begin: int
     live: np.ndarray
 
@@ -63,7 +64,7 @@ class _Curve:
         live = np.zeros((len(self.live), end - begin), np.int64)
         for each in (self, other):
             live[:, each.begin - begin : each.end - begin] += each.live
-        return _Curve(begin, live)
+        return _Curve(min(self, other, key=lambda each: each.begin).name, begin, live)
 
 
 def with_rooms(problem: Problem, step: Trace, others: Sequence[Trace], margin_bytes: int = 0) -> Problem:
@@ -105,14 +106,16 @@ def rooms(step: Trace, others: Sequence[Trace], margin_bytes: int = 0) -> np.nda
         for curve in _joined(curves):
             lower, upper = int(begins[curve.begin]), int(ends[curve.end - 1])
             size = rounded_up(int(curve.most * (1 + SPARE)), BLOCK_BYTES)
-            place = (_NOWHERE,) * 4
+            phases = (_index(step.phases, phase) for phase in curve.name[:2])
+            layers = (_index(step.layers, layer) for layer in curve.name[2:4])
+            place = (*phases, *layers)
             found.append((lower, max(upper, lower + 1), size, BLOCK_BYTES, stream, *place, False, True))
     return np.array(found, BUFFER)
 
 
 def _curves(steps: Sequence[Trace], instants: int, margin_bytes: int) -> dict[int, list[_Curve]]:
     """Return the curves of all groups, by stream. Requests that outlive their step are in no group."""
-    found: dict[tuple[object, ...], np.ndarray] = {}
+    found: dict[tuple[Any, ...], np.ndarray] = {}
     for number, step in enumerate(steps):
         planned = planned_events(step)
         rows = dynamic_requests(step)
@@ -128,7 +131,7 @@ def _curves(steps: Sequence[Trace], instants: int, margin_bytes: int) -> dict[in
     for name, live in found.items():
         used = np.flatnonzero(live.any(axis=0))
         if len(used):
-            curve = _Curve(int(used[0]), live[:, used[0] : used[-1] + 1].copy())
+            curve = _Curve(name, int(used[0]), live[:, used[0] : used[-1] + 1].copy())
             curves.setdefault(int(name[-1]), []).append(curve)
     return curves
 
@@ -147,7 +150,11 @@ def _in_use(rows: np.ndarray, sizes: np.ndarray, planned: np.ndarray, instants: 
     return curve
 
 
-def _names(step: Trace, key: Sequence[int]) -> tuple[object, ...]:
+def _index(values: Sequence[Any], value: Any) -> int:
+    return values.index(value) if value in values else -1
+
+
+def _names(step: Trace, key: Sequence[int]) -> tuple[Any, ...]:
     """Return the phases and layers of a group, and its stream: the same in all steps."""
     malloc_phase, malloc_layer, free_phase, free_layer, stream = key
     layers = [step.layers[at] if at >= 0 else None for at in (malloc_layer, free_layer)]

@@ -50,7 +50,12 @@ def test_room_has_the_most_bytes_of_any_step_and_some_spare() -> None:
     assert len(found) == 2 and found["room"].all()
     least = int((5 + 4 + 9) * KIB * (1 + SPARE))
     assert (least <= found["size"]).all() and (found["size"] < least + BLOCK_BYTES).all()
-    assert (found["lower_phase"] == -1).all(), "a room is no request"
+    names = [first.layers[layer].name for layer in found["lower_layer"]]
+    assert (
+        names
+        == [first.layers[layer].name for layer in found["upper_layer"]]
+        == ["layers.0.experts", "layers.1.experts"]
+    )
 
 
 def test_steps_of_equal_requests_need_no_room() -> None:
@@ -89,5 +94,5 @@ def test_every_recorded_step_finds_room_for_each_layers_experts(drawn: list[list
 def test_plan_of_varying_steps_has_rooms_among_its_buffers_but_not_its_requests() -> None:
     plan, tables = planned(step([30, 50, 80]), [step([50, 40, 70])], "auto", False)
     assert plan.problem.buffers["room"].sum() == 2
-    assert len(tables.requests) == len(plan.problem) - 2
+    assert len(tables.requests) == plan.problem.requests == len(plan.problem) - 2
     assert judge_addresses(plan) == ()
