@@ -50,12 +50,8 @@ def test_room_has_the_most_bytes_of_any_step_and_some_spare() -> None:
     assert len(found) == 2 and found["room"].all()
     least = int((5 + 4 + 9) * KIB * (1 + SPARE))
     assert (least <= found["size"]).all() and (found["size"] < least + BLOCK_BYTES).all()
-    names = [first.layers[layer].name for layer in found["lower_layer"]]
-    assert (
-        names
-        == [first.layers[layer].name for layer in found["upper_layer"]]
-        == ["layers.0.experts", "layers.1.experts"]
-    )
+    for column in ("lower_layer", "upper_layer"):
+        assert [first.layers[layer].name for layer in found[column]] == ["layers.0.experts", "layers.1.experts"]
 
 
 def test_steps_of_equal_requests_need_no_room() -> None:
