@@ -242,7 +242,7 @@ class PlannedAddresses(Technique[Addresses]):
         problem, promised = part.plan.problem, part.plan.predictions
         self._tell(
             f"arena: {size(promised.arena_bytes)} for {problem.requests:,} requests, the largest "
-            f"{size(int(problem.buffers['size'][~problem.buffers['room']].max(initial=0)))}, fragmentation {promised.fragmentation:.2%}, "
+            f"{size(problem.largest_bytes)}, fragmentation {promised.fragmentation:.2%}, "
             f"{part.source or 'remembered'}",
             logging.INFO if part.source and not part.amendments else logging.DEBUG,
         )

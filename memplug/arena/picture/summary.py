@@ -41,7 +41,7 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
     return {
         "has_addresses": has_addresses(plan),
         **addresses(planned),
-        "largest_request_bytes": int(table["size"][~table["room"]].max(initial=0)),
+        "largest_request_bytes": planned.problem.largest_bytes,
         "streams": len(np.unique(table["stream"])),
         "peak_bytes_by_phase": _held(planned, "phase"),
         "peak_bytes_by_layer": _held(planned, "layer"),

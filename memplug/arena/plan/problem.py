@@ -125,6 +125,11 @@ class Problem:
         """Return the number of buffers that are requests, and not rooms."""
         return int((~self.buffers["room"]).sum())
 
+    @property
+    def largest_bytes(self) -> int:
+        """Return the bytes of the largest request; 0 without requests."""
+        return int(self.buffers["size"][~self.buffers["room"]].max(initial=0))
+
     def buffer(self, row: int) -> Buffer:
         """Return one row of `buffers`.
 
