@@ -17,6 +17,8 @@ from memplug.profile.records import Layer, Pass
 from memplug.profile.trace import Trace
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
+FEW = 0.1
+"""Two steps differ in few of a place's requests if at most this share of them is in no common run."""
 MOST_PAIRS = 2**22
 """The longest common runs of a place are searched for among at most so many pairs of requests."""
 
@@ -49,9 +51,9 @@ def same(step: Trace, other: Trace) -> np.ndarray:
     """Return for each request of a step the row of the same request in another step, or -1. int64[requests].
 
     Requests are compared place by place, by operator and by bytes in whole blocks; a place is a pass, a micro-batch, a
-    layer and a stream. If both steps make the same requests at a place, all of them are the same, in any order, since
-    other threads may change the order. Otherwise the longest common runs are; in a place with very many requests, only
-    the first and the last run.
+    layer and a stream. Where both steps make the same requests, all are the same, in any order, since other threads may
+    change the order. Where few differ, the longest common runs are the same; where many differ, only requests at the
+    same turn are, and none if one step makes more of them: a loop that runs more often has other requests throughout.
     """
     found = np.full(len(step.requests), -1)
     theirs = {place: rows for place, rows in _by_place(other)}
@@ -61,9 +63,19 @@ def same(step: Trace, other: Trace) -> np.ndarray:
         if sorted(own_asked) == sorted(its_asked):
             found[rows[_order(own_asked)]] = its[_order(its_asked)]
             continue
-        for begin, its_begin, count in _common_runs(own_asked, its_asked):
-            found[rows[begin : begin + count]] = its[its_begin : its_begin + count]
+        runs = list(_common_runs(own_asked, its_asked))
+        longer = max(len(rows), len(its))
+        if longer - sum(count for _, _, count in runs) <= FEW * longer:
+            for begin, its_begin, count in runs:
+                found[rows[begin : begin + count]] = its[its_begin : its_begin + count]
+        elif len(rows) == len(its):
+            alike = np.array([one == another for one, another in zip(own_asked, its_asked, strict=True)])
+            found[rows[alike]] = its[alike]
     return found
+
+
+def _order(asked: list[_Asked]) -> list[int]:
+    return sorted(range(len(asked)), key=asked.__getitem__)
 
 
 def _common_runs(own: list[_Asked], its: list[_Asked]) -> Iterator[tuple[int, int, int]]:

@@ -38,18 +38,27 @@ def test_steps_of_equal_requests_have_no_dynamic_request() -> None:
     assert dynamic(one, step(("a", 700), ("b", 1024), layer="experts")) == [], "both take two blocks"
 
 
+OTHERS = (("c", 512),) * 30
+
+
 @pytest.mark.parametrize(
     ("other", "expected"),
     [
-        ((("a", 600), ("b", 5000), ("c", 512)), [1]),  # another size
-        ((("a", 600), ("c", 512)), [1]),  # does not come
-        ((("a", 600), ("x", 9000), ("b", 1024), ("c", 512)), []),  # one more comes
-        ((("a", 600), ("b", 1024), ("x", 512)), [2]),  # another operator asks
-        ((), [0, 1, 2]),
+        ((("a", 600), ("b", 5000)), [1]),  # another size
+        ((("a", 600),), [1]),  # does not come
+        ((("a", 600), ("x", 9000), ("b", 1024)), []),  # one more comes
+        ((("a", 600), ("x", 1024)), [1]),  # another operator asks
     ],
 )
 def test_request_is_dynamic_if_another_step_makes_it_otherwise(other: tuple, expected: list[int]) -> None:
-    assert dynamic(step(("a", 600), ("b", 1024), ("c", 512)), step(*other)) == expected
+    assert dynamic(step(("a", 600), ("b", 1024), *OTHERS), step(*other, *OTHERS)) == expected
+
+
+def test_all_requests_of_a_loop_that_runs_more_often_are_dynamic() -> None:
+    first, other = (step(*(("a", 512), ("b", 512 * size), ("c", 512)) * 2) for size in (3, 4))
+    assert dynamic(first, other) == [1, 4], "equal numbers of runs: each request is compared with that at its turn"
+    longer = step(*(("a", 512), ("b", 2048), ("c", 512)) * 3)
+    assert dynamic(first, longer) == [0, 1, 2, 3, 4, 5]
 
 
 def test_request_is_dynamic_if_any_of_the_steps_differs() -> None:
@@ -59,14 +68,15 @@ def test_request_is_dynamic_if_any_of_the_steps_differs() -> None:
 
 def test_requests_that_come_more_often_shift_no_other_place() -> None:
     first = step(("a", 600), second=(("b", 1024),))
-    assert dynamic(first, step(("a", 600), ("a", 600), second=(("b", 1024),))) == []
+    assert dynamic(first, step(("a", 600), ("a", 600), second=(("b", 1024),))) == [0]
 
 
 def test_place_of_very_many_requests_is_compared_from_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, other = (step(("a", 600), ("b", size), ("c", 512), ("b", size), ("a", 99)) for size in (1024, 2048))
-    assert dynamic(first, other) == [1, 3]
+    first = step(*OTHERS, ("b", 1024), ("c", 512), ("b", 1024), *OTHERS[1:])
+    other = step(*OTHERS, ("b", 2048), ("c", 512), ("b", 2048), *OTHERS)
+    assert dynamic(first, other) == [30, 32]
     monkeypatch.setattr(varying, "MOST_PAIRS", 8)
-    assert dynamic(first, other) == [1, 2, 3]
+    assert dynamic(first, other) == [30, 31, 32]
 
 
 def test_requests_in_another_order_are_not_dynamic() -> None:

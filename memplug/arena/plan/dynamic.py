@@ -1,9 +1,8 @@
 """Finds reusable space, by group, for requests whose sizes are known only at run time.
 
 STWeaver, section 5.2: dynamic requests that one layer makes and another frees form a HomoLayer group (Eq. 2). Their
-sizes are unknown, but they live between the same planned requests in each step. The bytes that no planned buffer uses
-in that time are the group's dynamic reusable space (Eq. 3 to 5). STWeaver takes the longer time from the beginning of
-the first layer to the end of the second.
+sizes are unknown, but all of them live between the beginning of the first layer and the end of the second. The bytes
+that no planned buffer uses in that time are the group's dynamic reusable space (Eq. 3 to 5).
 """
 
 from __future__ import annotations
@@ -36,20 +35,22 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
     keys, group = np.unique(np.stack([rows[name] for name in GROUP], axis=1), axis=0, return_inverse=True)
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group.reshape(-1)[order], np.arange(len(keys) + 1))
-    planned = planned_events(step)
     members = [np.sort(order[begin:end]) for begin, end in zip(bounds[:-1], bounds[1:], strict=True)]
-    windows = [_window(rows[of_it], planned, len(step.events)) for of_it in members]
+    spans = spans_of(step)
+    windows = [
+        window(key, rows[of_it], spans, len(step.events)) for key, of_it in zip(keys.tolist(), members, strict=True)
+    ]
     numbers = _numbers_in_place(rows)
     return tuple(
         DynamicSpace(
             **dict(zip(GROUP, key, strict=True)),
-            lower=window[0],
-            upper=window[1],
+            lower=lived[0],
+            upper=lived[1],
             spaces=spaces,
             members=tuple(numbers[of_it].tolist()),
             peak_bytes=_peak_bytes(rows[of_it]),
         )
-        for key, of_it, window, spaces in zip(
+        for key, of_it, lived, spaces in zip(
             keys.tolist(), members, windows, idle_spaces(problem, solution, windows), strict=True
         )
     )
@@ -125,28 +126,27 @@ def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
     return numbers
 
 
-def _window(members: np.ndarray, planned: np.ndarray, end: int) -> tuple[int, int]:
-    """Return the window of a group: from its first malloc to its last free, and on to the next planned events.
-
-    In another step the group's requests may begin earlier or end later, but between the same planned requests.
-
-    Args:
-        members: the group's requests, of dtype REQUEST.
-        planned: the events of planned requests, ascending.
-        end: the number of the step's events.
-    """
-    before = np.searchsorted(planned, members["malloc_event"].min()) - 1
-    lower = int(planned[before]) + 1 if before >= 0 else 0
-    if (members["free_event"] < 0).any():
-        return lower, end
-    after = np.searchsorted(planned, members["free_event"].max())
-    return lower, int(planned[after]) if after < len(planned) else end
+def spans_of(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the range [first, end) of the events of each phase and layer."""
+    phase, layer = step.events["phase"].astype(np.int64), step.events["layer"].astype(np.int64)
+    width = len(step.layers) + 1
+    places, first = np.unique(phase * width + layer + 1, return_index=True)
+    last = len(phase) - np.unique((phase * width + layer + 1)[::-1], return_index=True)[1]
+    return {
+        (place // width, place % width - 1): (begin, end)
+        for place, begin, end in zip(places.tolist(), first.tolist(), last.tolist(), strict=True)
+    }
 
 
-def planned_events(step: Trace) -> np.ndarray:
-    """Return the events of the requests that are not dynamic, ascending. int64[n]."""
-    rows = step.requests[~step.requests["dynamic"]]
-    return np.sort(np.concatenate([rows["malloc_event"], rows["free_event"][rows["free_event"] >= 0]]))
+def window(
+    key: list[int], members: np.ndarray, spans: dict[tuple[int, int], tuple[int, int]], events: int
+) -> tuple[int, int]:
+    """Return the window from the malloc layer's beginning to the free layer's end; it covers all recorded lifetimes."""
+    malloc_phase, malloc_layer, free_phase, free_layer, _ = key
+    lower = min(spans[malloc_phase, malloc_layer][0], int(members["malloc_event"].min()))
+    if free_phase < 0:
+        return lower, events
+    return lower, max(spans[free_phase, free_layer][1], int(members["free_event"].max()) + 1)
 
 
 def idle_spaces(

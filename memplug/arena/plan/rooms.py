@@ -2,10 +2,8 @@
 
 STWeaver (section 5.2) serves dynamic requests from bytes that the planned ones happen to leave. A planner that places
 all others as tightly as it can leaves few. So each HomoLayer group gets a room: a buffer that no request has, as large
-as the group's bytes in use in any recorded step, for as long as the group lives. A room is placed like all buffers, and
-the judge checks that no request's buffer meets it.
-
-The clock counts the events of planned requests, which all steps have in common.
+as the group's bytes in use in any recorded step, for as long as the group may live. A room is placed like all buffers,
+and the judge checks that no request's buffer meets it.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from memplug.arena.plan.dynamic import GROUP, dynamic_requests, planned_events
+from memplug.arena.plan.dynamic import GROUP, dynamic_requests, spans_of, window
 from memplug.arena.plan.problem import BUFFER, Problem
 from memplug.profile.trace import Trace
 from memplug.sizes import BLOCK_BYTES, rounded_up
@@ -31,22 +29,20 @@ MOST_OVER = 1.25
 
 @dataclass(frozen=True)
 class _Curve:
-    """The bytes that dynamic requests have in use in each step, from the first instant in which any has one in use.
+    """The bytes that dynamic requests have in use in each step, and when a room for them has to be there.
 
     Attributes:
-        name: phases and layers of the group, or of the first of several.
-        begin: that instant.
-        live: int64[steps, instants], up to the last such instant; the most bytes within each instant.
+        place: phases and layers of the group, or of the first of several, as in `BUFFER`.
+        lower, upper: events of the step that is planned, from which and up to which the group may live.
+        live: int64[steps, instants], from the instant `begin` on; the most bytes within each instant.
+        begin: the first instant in which a request is in use; an instant lies between two events of planned requests.
     """
 
-    name: tuple[Any, ...]
-    begin: int
+    place: tuple[int, ...]
+    lower: int
+    upper: int
     live: np.ndarray
-
-    @property
-    def end(self) -> int:
-        """Return the instant after the last one."""
-        return self.begin + self.live.shape[1]
+    begin: int
 
     @cached_property
     def most(self) -> int:
@@ -55,16 +51,18 @@ class _Curve:
 
     @property
     def area(self) -> int:
-        """Return the bytes of a room times its instants."""
-        return self.most * self.live.shape[1]
+        """Return the bytes of a room times the events that it lasts."""
+        return self.most * (self.upper - self.lower)
 
     def joined(self, other: _Curve) -> _Curve:
         """Return the curve of both groups together."""
-        begin, end = min(self.begin, other.begin), max(self.end, other.end)
+        begin = min(self.begin, other.begin)
+        end = max(each.begin + each.live.shape[1] for each in (self, other))
         live = np.zeros((len(self.live), end - begin), np.int64)
         for each in (self, other):
-            live[:, each.begin - begin : each.end - begin] += each.live
-        return _Curve(min(self, other, key=lambda each: each.begin).name, begin, live)
+            live[:, each.begin - begin : each.begin - begin + each.live.shape[1]] += each.live
+        first = min(self, other, key=lambda each: each.lower)
+        return _Curve(first.place, first.lower, max(self.upper, other.upper), live, begin)
 
 
 def with_rooms(problem: Problem, step: Trace, others: Sequence[Trace], margin_bytes: int = 0) -> Problem:
@@ -98,42 +96,49 @@ def rooms(step: Trace, others: Sequence[Trace], margin_bytes: int = 0) -> np.nda
         others: other steps of the same program, marked too (`memplug.profile.varying.observed`).
         margin_bytes: bytes that follow each request in the arena.
     """
-    planned = planned_events(step)
-    # instant t is the time before planned event t, and after the one before it
-    begins, ends = np.append(0, planned + 1), np.append(planned, len(step.events))
     found = []
-    for stream, curves in _curves([step, *others], len(planned) + 1, margin_bytes).items():
+    for stream, curves in _curves([step, *others], margin_bytes).items():
         for curve in _joined(curves):
-            lower, upper = int(begins[curve.begin]), int(ends[curve.end - 1])
             size = rounded_up(int(curve.most * (1 + SPARE)), BLOCK_BYTES)
-            phases = (_index(step.phases, phase) for phase in curve.name[:2])
-            layers = (_index(step.layers, layer) for layer in curve.name[2:4])
-            place = (*phases, *layers)
-            found.append((lower, max(upper, lower + 1), size, BLOCK_BYTES, stream, *place, False, True))
+            found.append((curve.lower, curve.upper, size, BLOCK_BYTES, stream, *curve.place, False, True))
     return np.array(found, BUFFER)
 
 
-def _curves(steps: Sequence[Trace], instants: int, margin_bytes: int) -> dict[int, list[_Curve]]:
-    """Return the curves of all groups, by stream. Requests that outlive their step are in no group."""
-    found: dict[tuple[Any, ...], np.ndarray] = {}
+def _curves(steps: Sequence[Trace], margin_bytes: int) -> dict[int, list[_Curve]]:
+    """Return the curve of each group of the first step, by stream, with the group's bytes in all steps.
+
+    Requests that outlive their step are in no group.
+    """
+    first = steps[0]
+    spans = spans_of(first)
+    places: dict[tuple[Any, ...], tuple[list[int], tuple[int, int]]] = {}
+    live: dict[tuple[Any, ...], np.ndarray] = {}
     for number, step in enumerate(steps):
-        planned = planned_events(step)
+        planned = _planned_events(step)
         rows = dynamic_requests(step)
         rows = rows[rows["free_event"] >= 0]
         keys, group = np.unique(rows[list(GROUP)], return_inverse=True)
         sizes = rounded_up(rows["nbytes"], BLOCK_BYTES) + margin_bytes
-        for at, key in enumerate(keys.tolist()):
-            of_it = np.flatnonzero(group.reshape(-1) == at)
-            name = _names(step, key)
-            live = found.setdefault(name, np.zeros((len(steps), instants), np.int64))
-            live[number] = _in_use(rows[of_it], sizes[of_it], planned, instants)
+        for at, key in enumerate(map(list, keys.tolist())):
+            of_it, name = np.flatnonzero(group.reshape(-1) == at), _names(step, key)
+            if number == 0:
+                places[name] = key, window(key, rows[of_it], spans, len(step.events))
+                live[name] = np.zeros((len(steps), len(planned) + 1), np.int64)
+            if name in live:
+                live[name][number] = _in_use(rows[of_it], sizes[of_it], planned, live[name].shape[1])
     curves: dict[int, list[_Curve]] = {}
-    for name, live in found.items():
-        used = np.flatnonzero(live.any(axis=0))
-        if len(used):
-            curve = _Curve(name, int(used[0]), live[:, used[0] : used[-1] + 1].copy())
-            curves.setdefault(int(name[-1]), []).append(curve)
+    for name, ((malloc_phase, malloc_layer, free_phase, free_layer, stream), (lower, upper)) in places.items():
+        used = np.flatnonzero(live[name].any(axis=0))
+        place = (malloc_phase, free_phase, malloc_layer, free_layer)
+        curve = _Curve(place, lower, upper, live[name][:, used[0] : used[-1] + 1].copy(), int(used[0]))
+        curves.setdefault(stream, []).append(curve)
     return curves
+
+
+def _planned_events(step: Trace) -> np.ndarray:
+    """Return the events of the requests that are not dynamic, ascending. int64[n]."""
+    rows = step.requests[~step.requests["dynamic"]]
+    return np.sort(np.concatenate([rows["malloc_event"], rows["free_event"][rows["free_event"] >= 0]]))
 
 
 def _in_use(rows: np.ndarray, sizes: np.ndarray, planned: np.ndarray, instants: int) -> np.ndarray:
@@ -150,10 +155,6 @@ def _in_use(rows: np.ndarray, sizes: np.ndarray, planned: np.ndarray, instants: 
     return curve
 
 
-def _index(values: Sequence[Any], value: Any) -> int:
-    return values.index(value) if value in values else -1
-
-
 def _names(step: Trace, key: Sequence[int]) -> tuple[Any, ...]:
     """Return the phases and layers of a group, and its stream: the same in all steps."""
     malloc_phase, malloc_layer, free_phase, free_layer, stream = key
@@ -168,7 +169,7 @@ def _joined(curves: list[_Curve]) -> list[_Curve]:
 
     def compare(one: int, other: int) -> None:
         first, second = rooms[one], rooms[other]
-        span = max(first.end, second.end) - min(first.begin, second.begin)
+        span = max(first.upper, second.upper) - min(first.lower, second.lower)
         apart = first.area + second.area
         if apart > max(first.most, second.most) * span and (gain := apart - first.joined(second).area) > 0:
             gains[one, other] = gain
