@@ -31,7 +31,7 @@ from memplug.arena.report import ArenaReport, report_of
 from memplug.arena.tables import ArenaTables, tables_of
 from memplug.beside import Beside
 from memplug.block import ArenaConfig
-from memplug.errors import ArenaError
+from memplug.errors import ArenaError, LayoutError
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Pass, Trace
@@ -344,7 +344,12 @@ class PlannedAddresses(Technique[Addresses]):
         """Return the new addresses once planning is done; else None."""
         if not self._beside.is_done:
             return None
-        plan, tables = self._beside.take()
+        try:
+            plan, tables = self._beside.take()
+        except (ArithmeticError, AssertionError, LookupError, MemoryError, TypeError, ValueError) as error:
+            raise LayoutError(  # a planner must not end a training
+                f"planning failed: {type(error).__name__}: {error}", "Please report it, with a trace.", code="MP016"
+            ) from error
         self.plans += not self._amending
         self.amendments += bool(self._amending)
         return Addresses(plan, tables, self._amending, f"planned in {plan.solution.seconds:.1f} s")

@@ -83,6 +83,10 @@ class Attachment:
         if self._attached is not None:
             self._attached.begin_forward()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the session, since some trainers copy or pickle their callbacks."""
+        return {**self.__dict__, "session": None, "launched": None, "_attached": None}
+
     def end_step(self) -> None:
         """Mark the end of a step: the optimizer has stepped."""
         if self._attached is not None:

@@ -7,8 +7,9 @@ torch, and also exports names from `records` and `requests`. `memplug show` disp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -96,6 +97,10 @@ class Trace:
                 array = array.copy()
                 array.flags.writeable = False
                 object.__setattr__(self, name, array)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is computed again when it is asked for."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def requests(self) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import pickle
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -115,3 +116,13 @@ def test_callback_without_its_framework_names_the_package_to_install(
     with pytest.raises(MemplugError, match=f"needs {name}, which cannot be imported") as error:
         importlib.import_module(f"memplug.integrations.{name}")
     assert f"pip install '{name}>=" in error.value.advice
+
+
+def test_callback_can_be_pickled_while_it_trains() -> None:
+    model, one = tiny_llama(), callback(block(alpha=1))
+    begin(one, model)
+    copy = pickle.loads(pickle.dumps(one))
+    assert copy.session is None and copy.config == one.config
+    copy.end()
+    assert attached_to(model).session is one.session
+    one.end()

@@ -8,6 +8,8 @@ and the judge checks that no request's buffer meets it.
 
 from __future__ import annotations
 
+import bisect
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +25,12 @@ from memplug.sizes import BLOCK_BYTES, rounded_up
 SPARE = 0.1
 """Bytes of a room beyond those that the recorded steps needed, as a share of them."""
 
+INSTANTS = 2048
+"""A step is divided into at most so many parts, to compare groups."""
+
+NEIGHBOURS = 16
+"""A room may be joined with so many that begin before it, and as many that begin after it: more would take minutes."""
+
 MOST_OVER = 1.25
 """A plan has rooms if it then needs at most this many times the bytes that a recorded step had in use at once."""
 
@@ -34,15 +42,15 @@ class _Curve:
     Attributes:
         place: phases and layers of the group, or of the first of several, as in `BUFFER`.
         lower, upper: events of the step that is planned, from which and up to which the group may live.
-        live: int64[steps, instants], from the instant `begin` on; the most bytes within each instant.
-        begin: the first instant in which a request is in use; an instant lies between two events of planned requests.
+        begin: the first instant of `live`. The instants divide each step by the planned requests made so far.
+        live: int64[steps, instants]; the most bytes within each instant.
     """
 
     place: tuple[int, ...]
     lower: int
     upper: int
-    live: np.ndarray
     begin: int
+    live: np.ndarray
 
     @cached_property
     def most(self) -> int:
@@ -62,7 +70,7 @@ class _Curve:
         for each in (self, other):
             live[:, each.begin - begin : each.begin - begin + each.live.shape[1]] += each.live
         first = min(self, other, key=lambda each: each.lower)
-        return _Curve(first.place, first.lower, max(self.upper, other.upper), live, begin)
+        return _Curve(first.place, first.lower, max(self.upper, other.upper), begin, live)
 
 
 def with_rooms(problem: Problem, step: Trace, others: Sequence[Trace], margin_bytes: int = 0) -> Problem:
@@ -112,47 +120,52 @@ def _curves(steps: Sequence[Trace], margin_bytes: int) -> dict[int, list[_Curve]
     first = steps[0]
     spans = spans_of(first)
     places: dict[tuple[Any, ...], tuple[list[int], tuple[int, int]]] = {}
-    live: dict[tuple[Any, ...], np.ndarray] = {}
+    parts: dict[tuple[Any, ...], list[tuple[int, int, np.ndarray]]] = {}  # step, first instant, bytes from there on
     for number, step in enumerate(steps):
-        planned = _planned_events(step)
+        mallocs = step.requests["malloc_event"][~step.requests["dynamic"]]
         rows = dynamic_requests(step)
         rows = rows[rows["free_event"] >= 0]
         keys, group = np.unique(rows[list(GROUP)], return_inverse=True)
-        sizes = rounded_up(rows["nbytes"], BLOCK_BYTES) + margin_bytes
+        order = np.argsort(group.reshape(-1), kind="stable")
+        bounds = np.searchsorted(group.reshape(-1)[order], np.arange(len(keys) + 1))
         for at, key in enumerate(map(list, keys.tolist())):
-            of_it, name = np.flatnonzero(group.reshape(-1) == at), _names(step, key)
+            of_it, name = rows[order[bounds[at] : bounds[at + 1]]], _names(step, key)
             if number == 0:
-                places[name] = key, window(key, rows[of_it], spans, len(step.events))
-                live[name] = np.zeros((len(steps), len(planned) + 1), np.int64)
-            if name in live:
-                live[name][number] = _in_use(rows[of_it], sizes[of_it], planned, live[name].shape[1])
+                places[name], parts[name] = (key, window(key, of_it, spans, len(step.events))), []
+            if name in parts:
+                parts[name].append((number, *_in_use(of_it, mallocs, margin_bytes)))
     curves: dict[int, list[_Curve]] = {}
     for name, ((malloc_phase, malloc_layer, free_phase, free_layer, stream), (lower, upper)) in places.items():
-        used = np.flatnonzero(live[name].any(axis=0))
+        begin = min(first_instant for _, first_instant, _ in parts[name])
+        live = np.zeros((len(steps), max(at + len(part) for _, at, part in parts[name]) - begin), np.int64)
+        for number, at, part in parts[name]:
+            live[number, at - begin : at - begin + len(part)] = part
         place = (malloc_phase, free_phase, malloc_layer, free_layer)
-        curve = _Curve(place, lower, upper, live[name][:, used[0] : used[-1] + 1].copy(), int(used[0]))
-        curves.setdefault(stream, []).append(curve)
+        curves.setdefault(stream, []).append(_Curve(place, lower, upper, begin, live))
     return curves
 
 
-def _planned_events(step: Trace) -> np.ndarray:
-    """Return the events of the requests that are not dynamic, ascending. int64[n]."""
-    rows = step.requests[~step.requests["dynamic"]]
-    return np.sort(np.concatenate([rows["malloc_event"], rows["free_event"][rows["free_event"] >= 0]]))
+def _in_use(rows: np.ndarray, mallocs: np.ndarray, margin_bytes: int) -> tuple[int, np.ndarray]:
+    """Return the first instant in which a group has bytes in use, and the most bytes in each instant from there on.
 
-
-def _in_use(rows: np.ndarray, sizes: np.ndarray, planned: np.ndarray, instants: int) -> np.ndarray:
-    """Return the most bytes that the requests have in use at once within each instant. int64[instants]."""
+    Args:
+        rows: the group's requests, of dtype REQUEST.
+        mallocs: events of the planned requests' mallocs, ascending; all steps have as many.
+        margin_bytes: bytes that follow each request.
+    """
+    sizes = rounded_up(rows["nbytes"], BLOCK_BYTES) + margin_bytes
     events = np.concatenate([rows["malloc_event"], rows["free_event"]])
     order = np.argsort(events, kind="stable")
     live = np.concatenate([sizes, -sizes])[order].cumsum()
-    at = np.searchsorted(planned, events[order])
+    parts = len(mallocs) + 1
+    at = np.searchsorted(mallocs, events[order]) * min(INSTANTS, parts) // parts
+    begin, instants = int(at[0]), np.arange(at[0], at[-1] + 1)
     last = np.flatnonzero(np.append(at[1:] != at[:-1], True))
     # the bytes as an instant begins: those after the last event before it
-    before = np.searchsorted(at[last], np.arange(instants)) - 1
+    before = np.searchsorted(at[last], instants) - 1
     curve = np.where(before >= 0, live[last][np.maximum(before, 0)], 0)
-    np.maximum.at(curve, at, live)
-    return curve
+    np.maximum.at(curve, at - begin, live)
+    return begin, curve
 
 
 def _names(step: Trace, key: Sequence[int]) -> tuple[Any, ...]:
@@ -163,27 +176,36 @@ def _names(step: Trace, key: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _joined(curves: list[_Curve]) -> list[_Curve]:
-    """Return the curves of rooms: pairs are joined, the most useful one first, while that makes their areas smaller."""
-    rooms = list(curves)
-    gains: dict[tuple[int, int], int] = {}
+    """Return the curves of rooms: pairs are joined, the most useful one first, while that makes their areas smaller.
+
+    A room is compared with `NEIGHBOURS` rooms that begin next before it, and as many that begin next after it.
+    """
+    rooms = sorted(curves, key=lambda curve: curve.lower)
+    alive = [(curve.lower, number) for number, curve in enumerate(rooms)]
+    gains: list[tuple[int, int, int]] = []  # a heap of (gain below 0, room, room)
 
     def compare(one: int, other: int) -> None:
         first, second = rooms[one], rooms[other]
         span = max(first.upper, second.upper) - min(first.lower, second.lower)
         apart = first.area + second.area
         if apart > max(first.most, second.most) * span and (gain := apart - first.joined(second).area) > 0:
-            gains[one, other] = gain
+            heapq.heappush(gains, (-gain, one, other))
 
-    for other in range(len(rooms)):
-        for one in range(other):
-            compare(one, other)
-    alive = set(range(len(rooms)))
+    for number in range(len(rooms)):
+        for other in range(number + 1, min(number + 1 + NEIGHBOURS, len(rooms))):
+            compare(number, other)
+    gone: set[int] = set()
     while gains:
-        one, other = max(gains, key=gains.__getitem__)
-        alive -= {one, other}
-        gains = {pair: gain for pair, gain in gains.items() if alive.issuperset(pair)}
+        _, one, other = heapq.heappop(gains)
+        if one in gone or other in gone:
+            continue
+        gone |= {one, other}
+        for each in (one, other):
+            alive.remove((rooms[each].lower, each))
         rooms.append(rooms[one].joined(rooms[other]))
-        for each in sorted(alive):
-            compare(each, len(rooms) - 1)
-        alive.add(len(rooms) - 1)
-    return [rooms[each] for each in sorted(alive)]
+        number, begin = len(rooms) - 1, rooms[-1].lower
+        at = bisect.bisect(alive, (begin, number))
+        for _, each in alive[max(0, at - NEIGHBOURS) : at + NEIGHBOURS]:
+            compare(each, number)
+        alive.insert(at, (begin, number))
+    return [rooms[number] for _, number in alive]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +86,28 @@ def test_every_recorded_step_finds_room_for_each_layers_experts(drawn: list[list
                 if plan.problem.layers[group.malloc_layer] == name
             ]
             assert free >= of_it["nbytes"].sum()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_request_may_outlive_some_steps_and_not_others(kept: bool) -> None:
+    def one(size: int, outlives: bool) -> Trace:
+        recording = Recording()
+        recording.step()
+        recording.phase(Pass.FORWARD, 0)
+        recording.layer("layers.0")
+        recording.op("mm")
+        requests = [recording.malloc(64 * KIB) for _ in range(3)]
+        for request in requests[outlives:]:
+            recording.free(request)
+        recording.layer("layers.0.experts")
+        recording.op("mm")
+        recording.free(recording.malloc(size * KIB))
+        return recording.trace()
+
+    plan, _ = planned(one(5, kept), [one(9, not kept)], "auto", False)
+    assert judge_addresses(plan) == ()
+    (room,) = plan.problem.buffers[plan.problem.buffers["room"]]
+    assert room["size"] >= 9 * KIB
 
 
 def test_plan_of_varying_steps_has_rooms_among_its_buffers_but_not_its_requests() -> None:
