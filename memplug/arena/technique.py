@@ -34,7 +34,7 @@ from memplug.block import ArenaConfig
 from memplug.errors import ArenaError, LayoutError
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
-from memplug.profile.trace import Pass, Trace
+from memplug.profile.trace import Pass, Trace, without_gradients
 from memplug.session.given import Given
 from memplug.session.technique import Technique
 from memplug.words import size
@@ -362,8 +362,7 @@ def _alike(one: Trace, other: Trace) -> bool:
     """
     counts = []
     for trace in (one, other):
-        without_gradients = [at for at, phase in enumerate(trace.phases) if phase.kind is Pass.NO_GRAD]
-        left_out = trace.requests["dynamic"] | np.isin(trace.requests["malloc_phase"], without_gradients)
+        left_out = trace.requests["dynamic"] | without_gradients(trace)
         rows = trace.requests[~left_out]
         counts.append(collections.Counter(rows[["nbytes", "malloc_layer"]].tolist()))
     differing = (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()

@@ -46,6 +46,7 @@ __all__ = [
     "live_bytes",
     "requests",
     "still_live",
+    "without_gradients",
 ]
 
 
@@ -141,6 +142,12 @@ class Trace:
         step = range(len(self.steps))[step]
         following = self.steps[step + 1][column] if step + 1 < len(self.steps) else end
         return slice(self.steps[step][column], following)
+
+
+def without_gradients(trace: Trace) -> np.ndarray:
+    """Return which requests a forward without gradients makes, such as a validation's. bool[requests]."""
+    phases = [number for number, phase in enumerate(trace.phases) if phase.kind is Pass.NO_GRAD]
+    return np.isin(trace.requests["malloc_phase"], phases)
 
 
 def cut(trace: Trace, step: int) -> Trace:

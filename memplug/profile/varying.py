@@ -14,7 +14,7 @@ from difflib import SequenceMatcher
 import numpy as np
 
 from memplug.profile.records import Layer, Pass
-from memplug.profile.trace import Trace
+from memplug.profile.trace import Trace, without_gradients
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
 FEW = 0.1
@@ -29,7 +29,8 @@ _Asked = tuple[str, int]  # operator, bytes
 def observed(step: Trace, others: Sequence[Trace]) -> tuple[Trace, list[Trace]]:
     """Return the step and the others with their dynamic requests marked.
 
-    All of them have the same requests that are not dynamic.
+    All of them have the same requests that are not dynamic, but for those of forwards without gradients, which a step
+    may have or not, and which are never marked.
 
     Args:
         step: one recorded step.
@@ -39,10 +40,12 @@ def observed(step: Trace, others: Sequence[Trace]) -> tuple[Trace, list[Trace]]:
     dynamic = np.zeros(len(step.requests), bool)
     for partner in partners:
         dynamic |= partner < 0
+    dynamic &= ~without_gradients(step)
     marked = []
     for other, partner in zip(others, partners, strict=True):
         its = np.ones(len(other.requests), bool)
-        its[partner[~dynamic]] = False
+        its[partner[~dynamic & (partner >= 0)]] = False
+        its &= ~without_gradients(other)
         marked.append(replace(other, dynamic=its))
     return replace(step, dynamic=dynamic), marked
 
@@ -54,6 +57,7 @@ def same(step: Trace, other: Trace) -> np.ndarray:
     layer and a stream. Where both steps make the same requests, all are the same, in any order, since other threads may
     change the order. Where few differ, the longest common runs are the same; where many differ, only requests at the
     same turn are, and none if one step makes more of them: a loop that runs more often has other requests throughout.
+    Between the passes, where the script allocates what it likes, the longest common runs are the same in any case.
     """
     found = np.full(len(step.requests), -1)
     theirs = {place: rows for place, rows in _by_place(other)}
@@ -65,7 +69,8 @@ def same(step: Trace, other: Trace) -> np.ndarray:
             continue
         runs = list(_common_runs(own_asked, its_asked))
         longer = max(len(rows), len(its))
-        if longer - sum(count for _, _, count in runs) <= FEW * longer:
+        is_loop = place[0] is not Pass.OTHER and longer - sum(count for _, _, count in runs) > FEW * longer
+        if not is_loop:
             for begin, its_begin, count in runs:
                 found[rows[begin : begin + count]] = its[its_begin : its_begin + count]
         elif len(rows) == len(its):

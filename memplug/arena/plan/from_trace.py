@@ -9,7 +9,8 @@ import numpy as np
 
 from memplug.arena.plan.problem import BUFFER, Problem
 from memplug.errors import LayoutError
-from memplug.profile.trace import Pass, Trace, cut, earlier_frees, freed_elsewhere, still_live
+from memplug.profile import trace
+from memplug.profile.trace import Trace, cut, earlier_frees, freed_elsewhere, still_live
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
 TRAINING = 0
@@ -66,10 +67,8 @@ def problem_of(
     """
     assert alignment_bytes > 0 and margin_bytes % alignment_bytes == 0, "an alignment above 0, and multiples of it"
     requests = step.requests
-    requests = requests[~requests["dynamic"] & (requests["nbytes"] > 0) & (requests["malloc_thread"] == TRAINING)]
-    if not without_gradients:
-        phases = [number for number, phase in enumerate(step.phases) if phase.kind is Pass.NO_GRAD]
-        requests = requests[~np.isin(requests["malloc_phase"], phases)]
+    placed = ~requests["dynamic"] & (requests["nbytes"] > 0) & (requests["malloc_thread"] == TRAINING)
+    requests = requests[placed if without_gradients else placed & ~trace.without_gradients(step)]
     if (requests["stream"] > np.iinfo(BUFFER["stream"]).max).any():
         raise LayoutError(
             f"a request is on stream {requests['stream'].max()}: stream numbers must fit an int32",

@@ -19,7 +19,7 @@ import numpy as np
 
 from memplug.arena.plan.dynamic import GROUP, dynamic_requests, spans_of, window
 from memplug.arena.plan.problem import BUFFER, Problem
-from memplug.profile.trace import Trace
+from memplug.profile.trace import Trace, without_gradients
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
 SPARE = 0.1
@@ -122,7 +122,7 @@ def _curves(steps: Sequence[Trace], margin_bytes: int) -> dict[int, list[_Curve]
     places: dict[tuple[Any, ...], tuple[list[int], tuple[int, int]]] = {}
     parts: dict[tuple[Any, ...], list[tuple[int, int, np.ndarray]]] = {}  # step, first instant, bytes from there on
     for number, step in enumerate(steps):
-        mallocs = step.requests["malloc_event"][~step.requests["dynamic"]]
+        mallocs = step.requests["malloc_event"][~step.requests["dynamic"] & ~without_gradients(step)]
         rows = dynamic_requests(step)
         rows = rows[rows["free_event"] >= 0]
         keys, group = np.unique(rows[list(GROUP)], return_inverse=True)
