@@ -91,6 +91,6 @@ def test_ranks_start_with_the_estimated_plan_in_both_runs(
             report = results[name]["report"]
             assert report["not_resumed_because"] is None, (rank, name)
             assert report["planned_steps"] == STEPS and report["replans"] == 0, (rank, name)
-            assert report["arena_step_served"] > 0.95 and report["offloaded_bytes"] > 0, (rank, name)
+            assert report["arena_step_served"] > 0.9 and report["offloaded_bytes"] > 0, (rank, name)
             assert results[name]["losses"] == results["without"]["losses"], (rank, name)
             assert results[name]["violations"] == 0, (rank, name)
