@@ -60,7 +60,7 @@ def same(step: Trace, other: Trace) -> np.ndarray:
     Between the passes, where the script allocates what it likes, the longest common runs are the same in any case.
     """
     found = np.full(len(step.requests), -1)
-    theirs = {place: rows for place, rows in _by_place(other)}
+    theirs = dict(_by_place(other))
     for place, rows in _by_place(step):
         its = theirs.get(place, rows[:0])
         own_asked, its_asked = _asked(step, rows), _asked(other, its)
@@ -94,10 +94,6 @@ def _common_runs(own: list[_Asked], its: list[_Asked]) -> Iterator[tuple[int, in
     if len(own) * len(its) <= MOST_PAIRS:
         for run in SequenceMatcher(None, own, its, autojunk=False).get_matching_blocks():
             yield head + run.a, head + run.b, run.size
-
-
-def _order(asked: list[_Asked]) -> list[int]:
-    return sorted(range(len(asked)), key=asked.__getitem__)
 
 
 def _by_place(step: Trace) -> Iterator[tuple[_Place, np.ndarray]]:

@@ -7,7 +7,7 @@ clock of events. A problem stores its buffers as a table; a `Buffer` is one row 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -149,17 +149,10 @@ class Problem:
             fingerprint=self.fingerprint,
         )
 
-    def with_rooms(self, rooms: np.ndarray) -> Problem:
-        """Return the problem with these rooms too, of dtype BUFFER; their ids are below all others and below 0."""
-        first = min(0, int(self.ids.min(initial=0)))
-        return Problem(
-            buffers=np.concatenate([self.buffers, rooms]),
-            ids=np.concatenate([self.ids, first - 1 - np.arange(len(rooms))]),
-            orderings=self.orderings,
-            phases=self.phases,
-            layers=self.layers,
-            fingerprint=self.fingerprint,
-        )
+    def with_more(self, table: np.ndarray) -> Problem:
+        """Return the problem of a trace with more buffers, of dtype BUFFER; their ids are below all others and 0."""
+        ids = min(0, int(self.ids.min(initial=0))) - 1 - np.arange(len(table))
+        return replace(self, buffers=np.concatenate([self.buffers, table]), ids=np.concatenate([self.ids, ids]))
 
     @cached_property
     def lower_bound(self) -> int:

@@ -84,13 +84,13 @@ def with_rooms(problem: Problem, step: Trace, others: Sequence[Trace], margin_by
         others: as in `rooms`.
         margin_bytes: as in `rooms`.
     """
-    larger = problem.with_rooms(rooms(step, others, margin_bytes))
+    larger = problem.with_more(rooms(step, others, margin_bytes))
     dynamic = dynamic_requests(step)
     dynamic = dynamic[dynamic["free_event"] >= 0]
     table = np.zeros(len(dynamic), BUFFER)
     table["lower"], table["upper"] = dynamic["malloc_event"], dynamic["free_event"]
     table["size"], table["alignment"] = rounded_up(dynamic["nbytes"], BLOCK_BYTES) + margin_bytes, BLOCK_BYTES
-    in_use_bytes = problem.with_rooms(table).lower_bound
+    in_use_bytes = problem.with_more(table).lower_bound
     return larger if larger.lower_bound <= MOST_OVER * in_use_bytes else problem
 
 

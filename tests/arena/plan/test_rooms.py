@@ -72,7 +72,7 @@ def test_rooms_that_take_too_many_bytes_are_left_out() -> None:
 def test_every_recorded_step_finds_room_for_each_layers_experts(drawn: list[list[int]]) -> None:
     first, others = observed(step(drawn[-1]), [step(sizes) for sizes in drawn[:-1]])
     problem = problem_of(first)
-    problem = problem.with_rooms(rooms(first, others))
+    problem = problem.with_more(rooms(first, others))
     plan = plan_with_spaces(first, problem, auto.plan(problem, time_limit_s=0.1))
     assert judge_addresses(plan) == ()
     for trace in (first, *others):
