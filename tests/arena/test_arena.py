@@ -15,6 +15,7 @@ from torch import nn
 import memplug
 from memplug.arena.arena import Counters
 from memplug.arena.technique import ArenaState
+from memplug.beside import Beside
 from memplug.device.device import Device
 from memplug.profile.recorder import Detail, Recorder
 from memplug.profile.trace import Fingerprint
@@ -96,6 +97,17 @@ def test_arena_serves_a_swapping_mixture_with_unchanged_losses() -> None:
     run = train(block, mixtral, steps=14)
     assert run.losses == train({**block, "arena": {"enabled": False}}, mixtral, steps=14).losses
     assert run.report["arena_dynamic"] > 0
+
+
+def test_planner_that_fails_turns_the_arena_off_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Beside) -> None:
+        self.stop()
+        raise IndexError("a bug")
+
+    monkeypatch.setattr(Beside, "take", fail)
+    run = train(ALONE)
+    assert run.losses == train(OFF).losses
+    assert run.states[-1] is ArenaState.OFF and "planning failed: IndexError: a bug" in run.report["arena_off_because"]
 
 
 @pytest.mark.cpu("it looks at that device")
