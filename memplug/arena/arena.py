@@ -138,6 +138,7 @@ class Arena:
                 tables.dynamic.tobytes(),
                 tables.spaces.tobytes(),
                 list(map(int, tables.crosses)),
+                list(map(int, tables.ceilings)),
                 list(map(int, tables.reusable)),
                 tables.reused_bytes,
                 tables.kept_bytes,

@@ -191,7 +191,7 @@ def _dynamic(plan: AddressPlan) -> Iterator[Finding]:
     lower, upper, rooms = (plan.problem.buffers[name].copy() for name in ("lower", "upper", "room"))
     for number, group in enumerate(plan.dynamic):
         name = f"dynamic space {number}"
-        yield from _group(plan.problem, name, group)
+        yield from _group(plan.problem, plan.solution.height, name, group)
         first, end = ([space[side] for space in group.spaces] for side in (0, 1))
         if min(first, default=0) < 0 or not all(map(lt, first, end)) or not all(map(le, end, first[1:])):
             yield Finding(code=Fault.SPACES, message=f"{name} has {shown(group.spaces)}: empty, below 0, or not rising")
@@ -203,7 +203,7 @@ def _dynamic(plan: AddressPlan) -> Iterator[Finding]:
             yield from _in_use(plan, name, np.array(first, np.int64), np.array(end, np.int64), rows)
 
 
-def _group(problem: Problem, name: str, group: DynamicSpace) -> Iterator[Finding]:
+def _group(problem: Problem, height: int, name: str, group: DynamicSpace) -> Iterator[Finding]:
     for column in ("malloc_phase", "malloc_layer", "free_phase", "free_layer"):
         count = _count(problem, column)
         if not -1 <= getattr(group, column) < count:
@@ -217,6 +217,9 @@ def _group(problem: Problem, name: str, group: DynamicSpace) -> Iterator[Finding
     if group.peak_bytes < 0 or group.stream < 0:
         message = f"{name} has stream {group.stream} and a peak of {group.peak_bytes} bytes: neither may be below 0"
         yield Finding(code=Fault.GROUP, message=message)
+    if not 0 <= group.ceiling <= height:
+        message = f"{name} has its ceiling at {group.ceiling}, outside of an arena of {height} bytes"
+        yield Finding(code=Fault.SPACE_BEYOND_ARENA, message=message)
 
 
 def _in_use(plan: AddressPlan, name: str, first: np.ndarray, end: np.ndarray, rows: np.ndarray) -> Iterator[Finding]:

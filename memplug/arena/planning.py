@@ -39,18 +39,21 @@ def planned(
     step, others = observed(last_step(trace), others)
     # A validation's requests get reusable space instead of addresses, since the next step may have no validation.
     problem = problem_of(step, margin_bytes=margin, without_gradients=False)
-    problem = with_rooms(problem, step, others, margin)
+    problem, hanging = with_rooms(problem, step, others, margin)
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
-    plan = plan_with_spaces(step, problem, solution)
+    plan = plan_with_spaces(step, problem, solution, hanging)
     return plan, tables_of(plan)
 
 
-def plan_with_spaces(step: Trace, problem: Problem, solution: Solution) -> AddressPlan:
+def plan_with_spaces(
+    step: Trace, problem: Problem, solution: Solution, hanging: frozenset[tuple[int, ...]] = frozenset()
+) -> AddressPlan:
     """Return the plan of a step: its addresses, and the reusable space of its dynamic requests.
 
     The arguments are those of `dynamic_spaces`.
     """
-    return address_plan(problem, solution, dynamic_spaces(step, problem, solution), dynamic_peak_bytes(step))
+    spaces = dynamic_spaces(step, problem, solution, hanging)
+    return address_plan(problem, solution, spaces, dynamic_peak_bytes(step))
 
 
 def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressPlan, ArenaTables]:

@@ -52,6 +52,7 @@ class ArenaTables:
     Attributes:
         requests, slots, dynamic, spaces: of the dtypes PLANNED_REQUEST, KEPT_SLOT, DYNAMIC_REQUEST and IDLE_SPACE.
         crosses: for each group, a bitset of the streams other than the main one that use its bytes.
+        ceilings: for each group of dynamic requests, which come first, as `DynamicSpace.ceiling` in the reused part.
         reusable: groups to try, in this order, for a request outside of the program, such as a validation's.
         reused_bytes: size of the reused part.
         kept_bytes: size of the kept part. It is reserved separately, so that it can stay when the reused part is
@@ -65,6 +66,7 @@ class ArenaTables:
     dynamic: np.ndarray
     spaces: np.ndarray
     crosses: Sequence[int]
+    ceilings: Sequence[int]
     reusable: Sequence[int]
     reused_bytes: int
     kept_bytes: int
@@ -98,7 +100,7 @@ def tables_of(plan: AddressPlan) -> ArenaTables:
     kind = _kinds(table, stream)
     crosses = np.where(kept, 0, used.masks(reused, reused + table["size"], stream))
     requests, rows = _requests(plan.problem, reused, crosses, stream, kind)
-    dynamic, groups = _dynamic(plan)
+    dynamic, groups, ceilings = _dynamic(plan)
     reusable = _reusable_from_the_beginning(plan)
     spare, of_row = _idle_meanwhile(plan, rows)
     requests["spare"] = np.where(kept[rows], -1, len(groups) + len(reusable) + of_row)
@@ -111,6 +113,7 @@ def tables_of(plan: AddressPlan) -> ArenaTables:
         dynamic=dynamic,
         spaces=np.array([(*space, at) for at, group in enumerate(spaces) for space in group], IDLE_SPACE),
         crosses=[used.by_others(group, 0) for group in spaces],
+        ceilings=[max(0, ceiling - kept_bytes) for ceiling in ceilings],
         reusable=range(len(groups) - len(spare) - len(reusable), len(groups) - len(spare)),
         reused_bytes=plan.solution.height - kept_bytes,
         kept_bytes=kept_bytes,
@@ -172,13 +175,13 @@ def _places(problem: Problem) -> np.ndarray:
     return (np.where(kinds == Pass.OTHER, np.maximum.accumulate(forwards), batches) + 1) * 8 + kinds
 
 
-def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
-    """Return the dynamic requests, of dtype DYNAMIC_REQUEST, and the spaces of each group.
+def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces], list[int]]:
+    """Return the dynamic requests, of dtype DYNAMIC_REQUEST, and the spaces and the ceiling of each group.
 
     The groups are those of the plan, and an extra group for each place. The extra group serves requests that the
     recorded step did not make. It may use only the bytes that all other groups of the place may use.
     """
-    spaces = [group.spaces for group in plan.dynamic]
+    spaces, ceilings = [group.spaces for group in plan.dynamic], [group.ceiling for group in plan.dynamic]
     of_place: dict[tuple[int, int], list[int]] = {}
     for number, group in enumerate(plan.dynamic):
         if group.stream == plan.problem.main_stream and group.malloc_phase >= 0:
@@ -187,10 +190,11 @@ def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces]]:
     for (phase, layer), numbers in of_place.items():
         groups = {member: number for number in numbers for member in plan.dynamic[number].members}
         spaces.append(functools.reduce(_common, [spaces[number] for number in numbers]))
+        ceilings.append(min(ceilings[number] for number in numbers))  # 0 if the lowest bytes serve one of them
         encoded = (plan.problem.phases[phase].micro_batch + 1) * 8 + int(plan.problem.phases[phase].kind)
         rows += [(encoded, layer, groups.get(member, -1)) for member in range(max(groups) + 1)]
         rows.append((encoded, layer, len(spaces) - 1))
-    return np.array(rows, DYNAMIC_REQUEST), spaces
+    return np.array(rows, DYNAMIC_REQUEST), spaces, ceilings
 
 
 def _reusable_from_the_beginning(plan: AddressPlan) -> list[Spaces]:

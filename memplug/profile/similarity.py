@@ -10,19 +10,23 @@ counts:
 * Counts over the whole step do not show the order of large parts. Two forwards before two backwards have nearly the
   same pairs as forward, backward, forward, backward, but need twice the memory. So pairs are counted by quarter. Each
   pair counts in the two nearest quarters, more in the nearer one, so that a small shift changes little.
+
+A loop over the experts that got tokens runs more often in one step than in another, which makes no other program. So
+programs of other lengths are compared once more with their loops folded: each loop's body counts once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 QUARTERS = 4
 EDGE = -1  # added before the first operator and after the last, so that a single operator forms pairs too
+LONGEST_BODY = 128  # operators of a loop's body, at most: a loop over layers or micro-batches has more
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +87,11 @@ class Program:
         return hashlib.sha256(lengths + operators + repr(self.sizes).encode()).hexdigest()[:12]
 
     @cached_property
+    def folded(self) -> Program:
+        """Return the program with the body of each loop once, however often it ran."""
+        return replace(self, operators=_folded(self.operators))
+
+    @cached_property
     def _pairs(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct pairs of neighbouring operators (sorted), and their counts, float64[pairs, quarters]."""
         padded = np.concatenate(([EDGE], self.operators, [EDGE])).astype(np.int64)
@@ -98,6 +107,8 @@ class Program:
 def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: float) -> bool:
     """Return whether two programs are so similar that the plan of one serves the other.
 
+    Programs with other numbers of operators and nodes may still be similar with their loops folded.
+
     Both limits are inclusive. With the limits 0 and 1, hardly any program except the same one is similar.
 
     Args:
@@ -109,14 +120,21 @@ def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: 
     """
     if a.same(b):
         return True
-    counted = a.nodes and b.nodes
-    if counted and not _near(a.nodes, b.nodes, length_tolerance):
-        return False
     unseen = a.unseen | b.unseen
     if not _near(a.bytes_beside(unseen), b.bytes_beside(unseen), length_tolerance):
         return False
+    alike = not (a.nodes and b.nodes) or _near(a.nodes, b.nodes, length_tolerance)
     if a.operators is None or b.operators is None:
+        return alike
+    if alike and _near_operators(a, b, length_tolerance, cosine_similarity):
         return True
+    # with as many operators but in another order, a program may need other memory
+    return len(a.operators) != len(b.operators) and _near_operators(
+        a.folded, b.folded, length_tolerance, cosine_similarity
+    )
+
+
+def _near_operators(a: Program, b: Program, length_tolerance: float, cosine_similarity: float) -> bool:
     return _near(len(a.operators), len(b.operators), length_tolerance) and cosine(a, b) >= cosine_similarity
 
 
@@ -126,6 +144,22 @@ def cosine(a: Program, b: Program) -> float:
     _, at_a, at_b = np.intersect1d(pairs_a, pairs_b, assume_unique=True, return_indices=True)
     product = (counts_a[at_a] * counts_b[at_b]).sum()
     return float(product / math.sqrt((counts_a * counts_a).sum() * (counts_b * counts_b).sum()))
+
+
+def _folded(operators: np.ndarray) -> np.ndarray:
+    """Return the operators without repetitions: of equal runs that follow each other only the first stays."""
+    for length in range(1, LONGEST_BODY + 1):
+        repeats = operators[length:] == operators[:-length]
+        edges = np.flatnonzero(np.diff(repeats, prepend=False, append=False))
+        begins, ends = edges[::2], edges[1::2]
+        left_out = np.zeros(len(operators), bool)
+        last = 0
+        for begin, end in zip(begins[long := ends - begins >= length].tolist(), ends[long].tolist(), strict=True):
+            begin = max(begin, last)
+            last = max(last, begin + length + (end - begin) // length * length)
+            left_out[begin + length : last] = True
+        operators = operators[~left_out]
+    return operators
 
 
 def difference(new: Program, old: Program) -> str:

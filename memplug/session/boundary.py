@@ -299,7 +299,8 @@ class Boundary:
         recording, followers = self.recording, self.followers
         if recording is not None:
             stable = self.adjuster.stage is Stage.STABLE
-            recording.recorder.watch(self.watches and not (stable and self.steps % WATCHED_STEPS))
+            rarely = stable and not self.adjuster.programs.doubts
+            recording.recorder.watch(self.watches and not (rarely and self.steps % WATCHED_STEPS))
             self._want_timeline()
             recording.begin_step(self.adjuster.detail, traced=followers.detail, placed=followers.need_places)
         for follower in followers:

@@ -32,6 +32,7 @@ class Remembered:
         index: the program's bit in a vote.
         baseline: the step of this rank that later steps are compared with. During warm-up it is the latest step. From
             planning on it stays the same, so that a slow drift adds up to a change.
+        nodes: the fewest and the most autograd nodes of watched steps that ran the program.
         decisions: the part of the agreed technique to run the program under; None before there is one.
         borrowed: True if the decisions were made for another program, and this one has run a step under them.
         told: changes of stage that the log has already reported for the program.
@@ -41,11 +42,17 @@ class Remembered:
     def __init__(self, index: int, baseline: Program):
         self.index = index
         self.baseline = baseline
+        self.nodes = (baseline.nodes, baseline.nodes)
         self.decisions: Any = None
         self.borrowed = False
         self.told: set[object] = set()
         self.turns = 0
         self._became: Remembered | None = None
+
+    def note_nodes(self, program: Program) -> None:
+        """Count the nodes of a step that ran the program."""
+        fewest, most = self.nodes
+        self.nodes = min(fewest, program.nodes), max(most, program.nodes)
 
     @property
     def is_settled(self) -> bool:
@@ -81,6 +88,7 @@ class Programs:
         self.current: Remembered | None = None
         self.made = 0  # number of programs ever remembered
         self.indifferent = False  # True once all steps count as the current program
+        self.doubts = False  # True if only the operators of the next step will show whether another program runs
         self.limits = (length_tolerance, cosine_similarity)
         self._all: list[Remembered] = []
         self._by_age: list[Remembered] = []  # by the time when each was last current, the earliest first
@@ -102,15 +110,29 @@ class Programs:
     def vote(self, program: Program) -> int:
         """Return the mask of the remembered programs that a step of this rank is similar to; bit number = index.
 
-        A step that equals the previous one gets the same vote without a comparison.
+        A step that equals the previous one gets the same vote without a comparison. A step that was not watched counts
+        as one of the current program if it differs only in its number of nodes, and the program's steps differ in that:
+        the next step's operators tell.
         """
         if self.indifferent:
             return 1 << self.current.index
         voted = self._voted
         if voted is None or not _as_well_known(program, voted[0]) or not program.same(voted[0]):
-            bits = (1 << one.index for one in self._all if similar(program, one.baseline, *self.limits))
-            self._voted = program, sum(bits)
+            alike = [one for one in self._all if similar(program, one.baseline, *self.limits)]
+            self.doubts = False
+            if program.operators is not None:
+                for one in alike:
+                    one.note_nodes(program)
+            elif self.current is not None and self.current not in alike and self._may_be_current(program):
+                self.doubts = True
+                alike.append(self.current)
+            self._voted = program, sum(1 << one.index for one in alike)
         return self._voted[1]
+
+    def _may_be_current(self, program: Program) -> bool:
+        """Return whether a step that was not watched differs from the current program only in what varies there."""
+        fewest, most = self.current.nodes
+        return fewest < most and similar(replace(program, nodes=0), self.current.baseline, *self.limits)
 
     def is_alike(self, program: Program) -> bool:
         """Return whether a step is like the current program in all but its operators."""

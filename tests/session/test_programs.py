@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import and_
 from types import SimpleNamespace
@@ -151,3 +152,21 @@ def test_baseline_takes_operators_from_the_first_watched_step():
     assert known.vote(Program([4, 5, 6], ((100,),), 7)) == 0 and known.vote(Program(None, ((100,),), 7)) == 1
     known.renew(Program(None, ((100,),), 7))
     assert known.vote(other) == 0, "an unwatched step leaves the baseline its operators"
+
+
+def looped(nodes: int, times: int | None = None) -> Program:
+    """Return a step of a loop; None: it was not watched."""
+    operators = None if times is None else [*range(200), *[7, 8, 9] * times, *range(200, 400)]
+    return Program(operators, ((100,),), nodes)
+
+
+def test_step_of_other_nodes_is_doubted_if_its_program_varies_in_them():
+    programs = Programs(0.05, 0.95)
+    programs.enter(programs.remember(looped(1000, 10)))
+    assert programs.vote(looped(1500)) == 0 and not programs.doubts
+    assert programs.vote(looped(1200, 100)) == 1 and not programs.doubts
+    assert programs.vote(looped(1500)) == 1 and programs.doubts
+    assert programs.vote(looped(1500, 200)) == 1 and not programs.doubts
+    assert programs.current.nodes == (1000, 1500)
+    assert programs.vote(replace(looped(1500), sizes=((300,),))) == 0 and not programs.doubts
+    assert programs.vote(Program([*range(300)], ((100,),), 1500)) == 0

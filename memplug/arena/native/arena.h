@@ -20,6 +20,7 @@
 #include "blocks.h"
 #include "live_starts.h"
 #include "pending_uses.h"
+#include "runs.h"
 
 namespace memplug {
 
@@ -91,6 +92,8 @@ struct ArenaPlan {
   std::vector<DynamicRequest> dynamic;
   std::vector<IdleSpace> spaces; // sorted by group, then by address
   std::vector<uint64_t> crosses; // by group: bit n is set if stream n uses some of its bytes at other times
+  // by group of dynamic requests, which come first: they lie as high as they fit below this offset; 0: as low as they fit
+  std::vector<int64_t> ceilings;
   std::vector<int32_t> reusable; // groups to try, in this order, for a request outside of the program
   int64_t reused_bytes = 0; // size of the reused part, which holds a step's blocks
   int64_t kept_bytes = 0; // size of the kept part, which holds blocks that outlive the step
@@ -324,8 +327,6 @@ class Arena {
     int64_t end;
     int32_t held = 0; // number of blocks in use that overlap the slot
   };
-  using Stretch = std::pair<int64_t, int64_t>;
-
   static constexpr int FREED = 0xFF; // the byte that fills freed memory: NaN in every floating-point type
   // `RequestKind::number` of an unplanned request, and of all unplanned requests of a place together
   static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2;
@@ -360,6 +361,10 @@ class Arena {
   bool is_only_stream(Stream stream) const;
   bool is_free(const Row& row);
   Stretch next_live(int64_t from, int64_t end) const;
+  Stretch last_live(int64_t from, int64_t end) const;
+  int64_t first_start(int64_t offset) const;
+  int64_t lowest(int32_t group, int64_t size) const;
+  int64_t highest(int32_t group, int64_t size, int64_t ceiling) const;
   Stretch fitting(int64_t begin, int64_t end, int64_t size, bool highest) const;
   void* take_planned(Row& row, size_t nbytes, Stream stream);
   void* take_kept(Row& row, size_t nbytes, Stream stream);
@@ -370,6 +375,7 @@ class Arena {
   void* take_annex(const RequestKind& kind, size_t nbytes, Stream stream);
   void* take_other(
       Reservation& part, int64_t offset, const RequestKind& kind, size_t nbytes, Stream stream, uint64_t crosses);
+  void add_other(char* begin, const Other& other);
   bool hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses);
   void take_in(Reservation& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone);
   int64_t start_at(int64_t offset) const;
@@ -401,6 +407,7 @@ class Arena {
   LiveStarts live_starts_;
   std::vector<Live> live_; // by index in `offsets_`: the block at that offset
   std::map<char*, Other> others_;
+  Runs runs_; // the bytes of those of `others_` that are in the reused part
   std::map<char*, KeptBlock> kept_blocks_;
   std::unordered_map<RequestKind, LeftoverHistory, RequestKindHash> marks_;
   PendingUses pending_;

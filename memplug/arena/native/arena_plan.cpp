@@ -123,7 +123,7 @@ void Arena::keep_live_blocks() {
   for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
     const Live& live = live_[start];
     char* const begin = reused_->begin + offsets_[start];
-    others_[begin] = {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted};
+    add_other(begin, {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted});
   }
   for (auto& [begin, block] : kept_blocks_) {
     block.slot = block.slots_end = 0; // the slots were those of the plan that ends
@@ -201,6 +201,12 @@ void Arena::build() {
       at = (at + 1) & (entries - 1);
     }
     start_table_[at] = static_cast<int32_t>(i);
+  }
+  runs_ = Runs();
+  for (const auto& [begin, other] : others_) {
+    if (other.part == reused_) {
+      runs_.add(begin - reused_->begin, other.end - reused_->begin);
+    }
   }
   build_spots();
   build_slots();

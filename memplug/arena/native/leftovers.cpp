@@ -56,8 +56,9 @@ void Arena::mark_rows() {
 void Arena::note_leftovers() {
   for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
     const Live& live = live_[start];
-    others_[reused_->begin + offsets_[start]] = {
-        reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted};
+    add_other(
+        reused_->begin + offsets_[start],
+        {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted});
     live_starts_.remove(start);
   }
   for (auto& [begin, other] : others_) {

@@ -13,6 +13,7 @@ from memplug import planners
 from memplug.arena.judge import judge
 from memplug.arena.plan import exact, search
 from memplug.arena.plan.blocks import BlockedProblem
+from memplug.arena.plan.first_fit import Placer
 from memplug.arena.plan.problem import Problem, Solution, solved
 from memplug.arena.plan.streams import on_one_stream
 from memplug.errors import LayoutError, coded
@@ -160,6 +161,10 @@ class _Attempt:
 
     def offer(self, found: Solution) -> None:
         """Keep a planner's solution, if it is lower and the judge accepts it."""
+        plain = self.blocks.problem
+        if plain.buffers["room"].any():  # not all planners place rooms first
+            offsets = Placer.of(plain.buffers).place(np.argsort(found.offsets, kind="stable"))
+            found = solved(plain, offsets, found.planner, timed_out=found.timed_out)
         if self.best is not None and (found.height, not found.optimal) >= (self.best.height, not self.best.optimal):
             return
         solution = solved(

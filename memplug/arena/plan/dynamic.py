@@ -21,13 +21,16 @@ from memplug.sizes import BLOCK_BYTES, rounded_up
 GROUP = ("malloc_phase", "malloc_layer", "free_phase", "free_layer", "stream")
 
 
-def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[DynamicSpace, ...]:
+def dynamic_spaces(
+    step: Trace, problem: Problem, solution: Solution, hanging: frozenset[tuple[int, ...]] = frozenset()
+) -> tuple[DynamicSpace, ...]:
     """Return the reusable space of each HomoLayer group on one stream, in the order of phases and layers.
 
     Args:
         step: one step, whose dynamic requests have no addresses.
         problem: the step's other requests, on the same clock.
         solution: of that problem.
+        hanging: the groups, by their values of `GROUP`, that the top of the problem's room serves.
     """
     rows = dynamic_requests(step)
     if not len(rows):
@@ -40,7 +43,7 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
     windows = [
         window(key, rows[of_it], spans, len(step.events)) for key, of_it in zip(keys.tolist(), members, strict=True)
     ]
-    numbers = _numbers_in_place(rows)
+    numbers = numbers_in_place(rows)
     return tuple(
         DynamicSpace(
             **dict(zip(GROUP, key, strict=True)),
@@ -49,6 +52,7 @@ def dynamic_spaces(step: Trace, problem: Problem, solution: Solution) -> tuple[D
             spaces=spaces,
             members=tuple(numbers[of_it].tolist()),
             peak_bytes=_peak_bytes(rows[of_it]),
+            ceiling=_ceiling(problem, solution, lived) if tuple(key) in hanging else 0,
         )
         for key, of_it, lived, spaces in zip(
             keys.tolist(), members, windows, idle_spaces(problem, solution, windows), strict=True
@@ -66,7 +70,18 @@ def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: S
     """
     windows = [(group.lower, group.upper) for group in spaces]
     renewed = idle_spaces(problem, solution, windows)
-    return tuple(replace(group, spaces=of_it) for group, of_it in zip(spaces, renewed, strict=True))
+    ceilings = [_ceiling(problem, solution, lived) if each.ceiling else 0 for each, lived in zip(spaces, windows)]
+    return tuple(
+        replace(group, spaces=of_it, ceiling=ceiling)
+        for group, of_it, ceiling in zip(spaces, renewed, ceilings, strict=True)
+    )
+
+
+def _ceiling(problem: Problem, solution: Solution, lived: tuple[int, int]) -> int:
+    """Return the lowest offset that the problem's room has as its top in a window of time."""
+    table = problem.buffers
+    whole = table["room"] & (table["lower"] <= lived[0]) & (table["upper"] >= lived[1])
+    return int((solution.offsets + table["size"])[whole].max(initial=0))
 
 
 def dynamic_peak_bytes(step: Trace) -> int:
@@ -77,15 +92,15 @@ def dynamic_peak_bytes(step: Trace) -> int:
 def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
     """Return the number and the bytes of a step's dynamic requests that would have found room in the arena.
 
-    A request goes to the smallest stretch of its group's space that is large enough and that no other dynamic request
-    has in use (Eq. 6). If there is none, torch's allocator serves the request.
+    A request gets the lowest bytes of its group's space that no other dynamic request has in use, or the highest ones
+    below the group's ceiling. If there are none, torch's allocator serves the request.
 
     Args:
         step: the recorded step.
         spaces: the spaces of the step's plan.
     """
     rows = dynamic_requests(step)
-    of_group = {tuple(getattr(space, name) for name in GROUP): space.spaces for space in spaces}
+    of_group = {tuple(getattr(space, name) for name in GROUP): space for space in spaces}
     numbers = {int(number): at for at, number in enumerate(rows["number"])}
     events = step.events
     concerned = np.flatnonzero(np.isin(events["request"], rows["number"]))
@@ -101,10 +116,12 @@ def served(step: Trace, spaces: tuple[DynamicSpace, ...]) -> tuple[int, int]:
         row = rows[at]
         size = rounded_up(int(row["nbytes"]), BLOCK_BYTES)
         taken = sorted(live.values())
-        stretches = [free for space in of_group[tuple(row[list(GROUP)].item())] for free in _without(space, taken)]
-        fits = [stretch for stretch in stretches if stretch[1] - stretch[0] >= size]
-        if fits:
-            start = min(fits, key=lambda stretch: stretch[1] - stretch[0])[0]
+        group = of_group[tuple(row[list(GROUP)].item())]
+        free = [stretch for space in group.spaces for stretch in _without(space, taken)]
+        below = [min(end, group.ceiling) - size for begin, end in free if min(end, group.ceiling) - size >= begin]
+        starts = [begin for begin, end in free if end - begin >= size]
+        if starts:
+            start = max(below, default=starts[0])
             live[request] = (start, start + size)
             requests, nbytes = requests + 1, nbytes + size
     return requests, nbytes
@@ -116,7 +133,7 @@ def dynamic_requests(step: Trace) -> np.ndarray:
     return rows[rows["dynamic"] & (rows["nbytes"] > 0) & (rows["malloc_thread"] == TRAINING)]
 
 
-def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
+def numbers_in_place(rows: np.ndarray) -> np.ndarray:
     """Return for each request how many came before it in the same phase and layer. int64[n]."""
     _, place = np.unique(rows[["malloc_phase", "malloc_layer"]], return_inverse=True)
     order = np.argsort(place, kind="stable")

@@ -32,6 +32,8 @@ class DynamicSpace:
         members: numbers of the group's requests, sorted. A recorded step's dynamic requests are numbered from 0 within
             the phase and layer of their malloc.
         peak_bytes: the most bytes that the group had in use at once in the recorded step.
+        ceiling: the group's requests get the highest free bytes below this offset, or the lowest ones if there are
+            none; 0: the lowest ones.
     """
 
     malloc_phase: int
@@ -44,6 +46,7 @@ class DynamicSpace:
     spaces: tuple[tuple[int, int], ...]
     members: tuple[int, ...]
     peak_bytes: int
+    ceiling: int = 0
 
     @property
     def requests(self) -> int:

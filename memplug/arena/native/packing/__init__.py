@@ -1,4 +1,4 @@
-"""Bindings of the C++ that places buffers: greedily in a given order, or by a search for offsets below a height.
+"""Bindings of the C++ that places buffers: in a given order, by a search for offsets below a height, or as they come.
 
 Imports no torch.
 """
@@ -94,6 +94,29 @@ def decide(
     return {1: True, 0: False, -1: None}[verdict], offsets
 
 
+def serve(request: np.ndarray, size: np.ndarray, hangs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Serve requests as they come, each at the lowest free bytes of its end of a room that has no limit.
+
+    Args:
+        request: the request that each event concerns, int32[events]: its malloc, then its free.
+        size: of each request, bytes above 0, int64[n].
+        hangs: whether a request takes its bytes at the room's top and not at its bottom, bool[n].
+
+    Returns:
+        The offset of each request, counted from its end of the room, int64[n]; and the bytes that the room needs after
+        each event, int64[events].
+
+    Raises:
+        NativeError: see `load`.
+    """
+    request, size = np.ascontiguousarray(request, np.int32), np.ascontiguousarray(size, np.int64)
+    hangs, begin = np.ascontiguousarray(hangs, np.uint8), np.empty(len(size), np.int64)
+    height = np.empty(len(request), np.int64)
+    arrays = map(pointer, (request, size, hangs, begin, height))
+    load().memplug_serve(len(request), len(size), *arrays)
+    return begin, height
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """Compile the library where needed, and return it.
@@ -107,4 +130,6 @@ def load() -> ctypes.CDLL:
     loaded.memplug_place.restype = wide
     loaded.memplug_decide.argtypes = [number, number, *[address] * 4, wide, ctypes.c_double, number, address]
     loaded.memplug_decide.restype = number
+    loaded.memplug_serve.argtypes = [number, number, *[address] * 5]
+    loaded.memplug_serve.restype = None
     return loaded
