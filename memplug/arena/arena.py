@@ -33,7 +33,7 @@ class Counters(Protocol):
             passes, and planned requests whose address was in use.
         unplanned: left to torch's allocator because the plan has no such request.
         occupied: left to torch's allocator because the planned address was still in use.
-        dynamic_missed: left to torch's allocator because their group's reusable space had no room.
+        dynamic_missed, dynamic_missed_bytes: left to torch's allocator because their group's space had no room.
         without_gradients: left to torch's allocator because a validation made them and no reusable space was large
             enough.
         fallback_bytes: bytes of the requests in the four counts above.
@@ -61,6 +61,7 @@ class Counters(Protocol):
     unplanned: int
     occupied: int
     dynamic_missed: int
+    dynamic_missed_bytes: int
     without_gradients: int
     fallback_bytes: int
     lasting: int

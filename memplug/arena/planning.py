@@ -39,7 +39,7 @@ def planned(
     step, others = observed(last_step(trace), others)
     # A validation's requests get reusable space instead of addresses, since the next step may have no validation.
     problem = problem_of(step, margin_bytes=margin, without_gradients=False)
-    problem, hanging = with_rooms(problem, step, others, margin)
+    problem, hanging = with_rooms(problem, step, others, margin, _worth_s(problem, AMENDING_S))
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
     plan = plan_with_spaces(step, problem, solution, hanging)
     return plan, tables_of(plan)

@@ -4,6 +4,9 @@ waiting ──a program lasts──► recording ──► planning, beside trai
                                  ▲                                         │
                                  └──── too many requests not served ───────┘
 
+A plan is amended, without a new recording, where blocks are freed later than in the recorded step, and where dynamic
+requests find too little room.
+
 The first step of a run allocates memory that lasts: the optimizer's state, and gradients if they stay from step to
 step. Addresses from an earlier run do not cover these requests, since they were planned from a later step. So if such
 addresses serve the first step, the optimizer is withheld in it (backward too if gradients stay): torch's allocator
@@ -23,10 +26,12 @@ import numpy as np
 import torch.distributed as dist
 
 from memplug.arena import planning
+from memplug.arena.amending import MOST_AMENDMENTS, Lack, with_longer_lives
 from memplug.arena.arena import Arena, Counters
 from memplug.arena.judge import mistakes_of
 from memplug.arena.leftovers import LeftoverRoom
 from memplug.arena.plan.part import AddressPlan
+from memplug.arena.plan.problem import Problem
 from memplug.arena.report import ArenaReport, report_of
 from memplug.arena.tables import ArenaTables, tables_of
 from memplug.beside import Beside
@@ -43,7 +48,6 @@ MISMATCHED_SHARE = 0.01  # a step counts against the plan if more than this shar
 MISMATCHED_STEPS = 3  # after this many such steps in a row, memplug makes a new plan
 DIFFERING_SHARE = 0.01  # two steps are alike if at most this share of their requests differ
 MOST_RECORDED_STEPS = 8  # recorded for one plan, and compared for the requests that differ
-MOST_AMENDMENTS = 16  # how often one plan may be amended: made again with longer lifetimes, see `_amend`
 
 
 class ArenaState(enum.Enum):
@@ -63,7 +67,7 @@ class Addresses:
     Attributes:
         plan: the arena's part of the plan.
         tables: the same plan, as the native arena reads it.
-        amendments: how often the plan was amended, see `MOST_AMENDMENTS`.
+        amendments: how often the plan was amended, see `memplug.arena.amending`.
         source: origin of the plan, in words for the log; "" once the addresses have been installed.
         gradients_stay: see `memplug.plans.schema.TrainingPart`.
     """
@@ -116,6 +120,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._earlier: list[Trace] = []  # for the program's earlier plans
         self._steps = 0  # steps since the last withdrawal, or since remembered addresses were installed
         self._mismatched_steps = 0
+        self._lack = Lack()  # since the last plan
         self._patience = 1  # `_steps` at which another new plan may be made; that plan sets this to 2 * `_steps`
         self._beginning = self._before = arena.counters()  # earlier sessions may have used the arena
         self.step = self._before.since(self._before)
@@ -214,8 +219,13 @@ class PlannedAddresses(Technique[Addresses]):
             if self._room.end_step(self.step, self._serving.plan, self._serving.tables):
                 self._mismatched_steps = 0
                 return None
+            problem = self._serving.plan.problem
+            self._lack.end_step(self.step)
             if self._is_late():
-                return self._amend()
+                late = self._serving.tables.rows[np.array(self._arena.late())]
+                return self._amend(with_longer_lives(problem, late))
+            if self._lack.lasts and problem.room_bytes and self._serving.amendments < MOST_AMENDMENTS:
+                return self._amend(self._lack.with_more_room(problem))
             if self._departs():
                 self._tell(f"arena: {self._departure()}; making a new plan", logging.INFO)
                 self._state = ArenaState.RECORDING
@@ -234,6 +244,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._beside.stop()
         self._arena.serve(part.tables)
         self._room.begin()
+        self._lack = Lack()
         if not part.source:
             self._steps, self._mismatched_steps, self._patience = 0, 0, 1
         if self._is_first:
@@ -328,16 +339,10 @@ class PlannedAddresses(Technique[Addresses]):
         is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 
-    def _amend(self) -> Addresses | None:
-        """Plan again, with lifetimes of late blocks twice as long as observed."""
-        serving = self._serving
-        problem = serving.plan.problem
-        buffers, end = problem.buffers.copy(), int(problem.buffers["upper"].max())
-        for row, other in serving.tables.rows[np.array(self._arena.late())]:
-            lower, seen = int(buffers["lower"][row]), int(buffers["lower"][other]) + 1
-            buffers["upper"][row] = max(min(2 * seen - lower, end), int(buffers["upper"][row]))
-        self._amending = serving.amendments + 1
-        self._beside.begin(planning.amended, serving.plan, replace(problem, buffers=buffers), self._config.planner)
+    def _amend(self, problem: Problem) -> Addresses | None:
+        """Plan again for a changed problem, beside training."""
+        self._amending = self._serving.amendments + 1
+        self._beside.begin(planning.amended, self._serving.plan, problem, self._config.planner)
         return self._made()
 
     def _made(self) -> Addresses | None:

@@ -56,8 +56,9 @@ def same(step: Trace, other: Trace) -> np.ndarray:
     Requests are compared place by place, by operator and by bytes in whole blocks; a place is a pass, a micro-batch, a
     layer and a stream. Where both steps make the same requests, all are the same, in any order, since other threads may
     change the order. Where few differ, the longest common runs are the same; where many differ, only requests at the
-    same turn are, and none if one step makes more of them: a loop that runs more often has other requests throughout.
-    Between the passes, where the script allocates what it likes, the longest common runs are the same in any case.
+    same turn are. If one step makes more of them, a loop ran more often there: then those requests are the same of
+    which an operator makes equal ones in both steps, freed in equal places, such as weights' gradients. Between the
+    passes, where the script allocates what it likes, the longest common runs are the same in any case.
     """
     found = np.full(len(step.requests), -1)
     theirs = dict(_by_place(other))
@@ -76,7 +77,31 @@ def same(step: Trace, other: Trace) -> np.ndarray:
         elif len(rows) == len(its):
             alike = np.array([one == another for one, another in zip(own_asked, its_asked, strict=True)])
             found[rows[alike]] = its[alike]
+        else:
+            for one, another in _steady(step, rows, own_asked, other, its, its_asked):
+                found[one] = another
     return found
+
+
+def _steady(
+    step: Trace, rows: np.ndarray, asked: list[_Asked], other: Trace, its: np.ndarray, its_asked: list[_Asked]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield rows of one place in two steps that are the same requests, by operator and by where they are freed."""
+    of_kind, its_kinds = _by_kind(step, rows, asked), _by_kind(other, its, its_asked)
+    for kind, found in of_kind.items():
+        partners = its_kinds.get(kind, [])
+        if [nbytes for nbytes, _ in found] == [nbytes for nbytes, _ in partners]:
+            yield np.array([row for _, row in found]), np.array([row for _, row in partners])
+
+
+def _by_kind(step: Trace, rows: np.ndarray, asked: list[_Asked]) -> dict[tuple, list[tuple[int, int]]]:
+    """Return (bytes, row) of the requests by operator, and by phase and layer of their free; ascending."""
+    found: dict[tuple, list[tuple[int, int]]] = {}
+    freed = step.requests[["free_phase", "free_layer"]][rows].tolist()
+    for row, (operator, nbytes), (phase, layer) in zip(rows.tolist(), asked, freed, strict=True):
+        place = step.phases[phase] if phase >= 0 else None, step.layers[layer] if layer >= 0 else None
+        found.setdefault((operator, *place), []).append((nbytes, row))
+    return {kind: sorted(of_kind) for kind, of_kind in found.items()}
 
 
 def _order(asked: list[_Asked]) -> list[int]:

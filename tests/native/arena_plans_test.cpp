@@ -222,6 +222,7 @@ void no_byte_ever_belongs_to_two(unsigned seed, bool checks) {
     plan.dynamic = {{8, 0, 0}, {8, 0, -1}, {8, 0, 0}};
     plan.spaces = {{0, size * UNIT, 0}};
     plan.crosses = {2};
+    plan.ceilings = {number(0, 1) * number(1, size) * UNIT};
     arena.load(std::move(plan));
     for (int step = 0; step < 6; ++step) {
       arena.begin_step();
@@ -341,6 +342,42 @@ void a_set_of_starts_is_a_set() {
   }
 }
 
+void runs_are_bytes_in_use() {
+  constexpr int64_t SIZE = 40;
+  std::mt19937 random(1);
+  const auto number = [&](int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random); };
+  Runs runs;
+  std::vector<Stretch> blocks;
+  std::vector<bool> used(SIZE, false);
+  for (int i = 0; i < 4000; ++i) {
+    const int64_t begin = number(0, SIZE - 1), end = number(begin + 1, SIZE);
+    if (std::find(used.begin() + begin, used.begin() + end, true) == used.begin() + end) {
+      runs.add(begin, end);
+      blocks.emplace_back(begin, end);
+      std::fill(used.begin() + begin, used.begin() + end, true);
+    } else if (!blocks.empty()) {
+      std::swap(blocks[number(0, static_cast<int64_t>(blocks.size()) - 1)], blocks.back());
+      const auto [first, last] = blocks.back();
+      blocks.pop_back();
+      runs.remove(first, last);
+      std::fill(used.begin() + first, used.begin() + last, false);
+    }
+    int64_t first = begin, last = end;
+    while (first < end && !used[first]) {
+      ++first;
+    }
+    while (last > begin && !used[last - 1]) {
+      --last;
+    }
+    CHECK(runs.first(begin, end).first == first && (runs.first(begin, end).second > first) == (first < end));
+    CHECK(runs.last(begin, end).second == last && (runs.last(begin, end).first < last) == (last > begin));
+    if (first < end) {
+      const auto run_end = std::find(used.begin() + first, used.end(), false) - used.begin();
+      CHECK(runs.first(begin, end).second == run_end);
+    }
+  }
+}
+
 } // namespace
 
 int main(int count, char** arguments) {
@@ -361,5 +398,6 @@ int main(int count, char** arguments) {
   threads_may_give_back_while_others_ask();
   threads_may_give_back_while_plans_come_and_go();
   a_set_of_starts_is_a_set();
+  runs_are_bytes_in_use();
   std::puts("all hold");
 }

@@ -90,13 +90,14 @@ void what_outlives_the_step_takes_turns() {
 
 // -- dynamic ----------------------------------------------------------------------------------------------------------
 
-void a_dynamic_request_gets_the_smallest_stretch_that_is_large_enough() {
+void a_dynamic_request_gets_the_lowest_free_bytes_of_its_group() {
   Simulated device;
   Arena arena(device, false);
   ArenaPlan plan = plan_of({planned(0, 1), planned(9, 1)}, 12);
   plan.dynamic = {{4, 0, 0}, {4, 0, 1}};
-  plan.spaces = {{1 * UNIT, 5 * UNIT, 0}, {6 * UNIT, 8 * UNIT, 0}, {10 * UNIT, 12 * UNIT, 1}};
+  plan.spaces = {{1 * UNIT, 2 * UNIT, 0}, {6 * UNIT, 8 * UNIT, 0}, {10 * UNIT, 12 * UNIT, 1}};
   plan.crosses = {0, 0};
+  plan.ceilings = {0, 0};
   arena.load(std::move(plan));
   arena.begin_step();
   void* const first = ask(arena, 2, 4);
@@ -110,20 +111,27 @@ void a_dynamic_request_gets_the_smallest_stretch_that_is_large_enough() {
   arena.begin_step();
   CHECK(at(arena, ask(arena, 2, 4)) == 6);
   CHECK(arena.counters().dynamic == 4 && arena.counters().dynamic_missed == 2);
+  CHECK(arena.counters().dynamic_missed_bytes == 3 * UNIT);
 }
 
-void of_the_stretches_in_one_space_the_smallest_is_taken_too() {
+void below_a_ceiling_a_dynamic_request_gets_the_highest_free_bytes() {
   Simulated device;
   Arena arena(device, false);
   ArenaPlan plan = plan_of({planned(4, 1)}, 8);
   plan.dynamic = {{4, 0, 0}};
   plan.spaces = {{0, 8 * UNIT, 0}};
   plan.crosses = {0};
+  plan.ceilings = {6 * UNIT};
   arena.load(std::move(plan));
   arena.begin_step();
   CHECK(at(arena, ask(arena, 1)) == 4);
-  CHECK(at(arena, ask(arena, 2, 4)) == 5); // the smaller stretch: 3 units above, not the 4 below
-  CHECK(at(arena, ask(arena, 2, 4)) == 0);
+  void* const first = ask(arena, 2, 4);
+  CHECK(at(arena, first) == 2); // one unit between the planned block and the ceiling is too little
+  CHECK(at(arena, ask(arena, 1, 4)) == 5);
+  CHECK(at(arena, ask(arena, 1, 4)) == 1);
+  arena.give_back(first);
+  CHECK(at(arena, ask(arena, 1, 4)) == 3);
+  CHECK(at(arena, ask(arena, 2, 4)) == 6); // none are left below: the lowest of all
 }
 
 void what_lies_between_the_passes_is_lent_as_far_up_as_possible() {
@@ -268,8 +276,8 @@ int main() {
   a_request_that_is_missing_shifts_no_other();
   bytes_that_are_in_use_are_not_handed_out();
   what_outlives_the_step_takes_turns();
-  a_dynamic_request_gets_the_smallest_stretch_that_is_large_enough();
-  of_the_stretches_in_one_space_the_smallest_is_taken_too();
+  a_dynamic_request_gets_the_lowest_free_bytes_of_its_group();
+  below_a_ceiling_a_dynamic_request_gets_the_highest_free_bytes();
   what_lies_between_the_passes_is_lent_as_far_up_as_possible();
   bytes_that_another_stream_used_are_behind_an_event();
   a_stream_that_a_block_was_lent_to_is_waited_for();

@@ -172,6 +172,7 @@ def _is_valid_group(plan: AddressPlan, placed: list[Buffer], group: DynamicSpace
         and all(one < other for one, other in pairwise(group.members))
         and group.peak_bytes >= 0
         and group.stream >= 0
+        and 0 <= group.ceiling <= plan.solution.height
         and all(0 <= first < end <= plan.solution.height for first, end in group.spaces)
         and all(one[1] <= other[0] for one, other in pairwise(group.spaces))
         and not any(byte in used for space in group.spaces for byte in range(*space))
@@ -201,6 +202,7 @@ def _group(draw: st.DrawFn, problem: Problem, solution: Solution) -> DynamicSpac
         stream=draw(st.integers(0, 2)),
         members=tuple(sorted(draw(st.sets(st.integers(0, 20), min_size=1, max_size=9)))),
         peak_bytes=draw(st.integers(0, 99)),
+        ceiling=draw(st.integers(0, solution.height)),
     )
 
 

@@ -59,6 +59,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     found = serve_between(kind, nbytes, stream);
   }
   if (found == nullptr) {
+    counters_.dynamic_missed_bytes += missed == &counters_.dynamic_missed ? static_cast<int64_t>(nbytes) : 0;
     return count(nullptr, *missed, counters_.fallback_bytes);
   }
   return count(found, counters_.reusable, counters_.reusable_bytes);

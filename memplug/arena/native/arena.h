@@ -112,6 +112,7 @@ struct ArenaCounters {
   int64_t unplanned = 0; // left to the native allocator: the plan has no such request
   int64_t occupied = 0; // left to the native allocator: the planned address was in use
   int64_t dynamic_missed = 0; // left to the native allocator: no reusable space of the group was large enough
+  int64_t dynamic_missed_bytes = 0;
   // left to the native allocator: made without gradients, as by a validation, and no space was large enough
   int64_t without_gradients = 0;
   int64_t fallback_bytes = 0; // bytes of the requests in the four counts above
@@ -162,6 +163,7 @@ inline constexpr ArenaCounter ARENA_COUNTERS[] = {
     {"unplanned", &ArenaCounters::unplanned},
     {"occupied", &ArenaCounters::occupied},
     {"dynamic_missed", &ArenaCounters::dynamic_missed},
+    {"dynamic_missed_bytes", &ArenaCounters::dynamic_missed_bytes},
     {"without_gradients", &ArenaCounters::without_gradients},
     {"fallback_bytes", &ArenaCounters::fallback_bytes},
     {"lasting", &ArenaCounters::lasting},

@@ -70,10 +70,9 @@ def renewed_spaces(spaces: Sequence[DynamicSpace], problem: Problem, solution: S
     """
     windows = [(group.lower, group.upper) for group in spaces]
     renewed = idle_spaces(problem, solution, windows)
-    ceilings = [_ceiling(problem, solution, lived) if each.ceiling else 0 for each, lived in zip(spaces, windows)]
     return tuple(
-        replace(group, spaces=of_it, ceiling=ceiling)
-        for group, of_it, ceiling in zip(spaces, renewed, ceilings, strict=True)
+        replace(group, spaces=of_it, ceiling=_ceiling(problem, solution, lived) if group.ceiling else 0)
+        for group, lived, of_it in zip(spaces, windows, renewed, strict=True)
     )
 
 

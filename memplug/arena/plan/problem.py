@@ -125,6 +125,11 @@ class Problem:
         """Return the number of buffers that are requests, and not rooms."""
         return int((~self.buffers["room"]).sum())
 
+    @cached_property
+    def room_bytes(self) -> int:
+        """Return the most bytes that rooms have at once; 0 without rooms."""
+        return int(live_bytes(self.buffers[self.buffers["room"]])[1].max(initial=0))
+
     @property
     def largest_bytes(self) -> int:
         """Return the bytes of the largest request; 0 without requests."""

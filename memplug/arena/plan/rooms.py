@@ -12,42 +12,34 @@ buffer meets one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
 
 import numpy as np
 
-from memplug.arena.native import packing
-from memplug.arena.plan.dynamic import GROUP, dynamic_requests, numbers_in_place, spans_of, window
+from memplug.arena.plan.dynamic import GROUP
+from memplug.arena.plan.dynamic_steps import Groups, Key, ServedStep
 from memplug.arena.plan.problem import BUFFER, Problem
-from memplug.profile.trace import Trace, without_gradients
+from memplug.profile.trace import Trace
 from memplug.sizes import BLOCK_BYTES, rounded_up
-
-INSTANTS = 4096
-"""A step is divided into at most so many parts, in each of which the room has one height."""
 
 LEVELS = 256
 """The room has at most so many heights."""
 
 DEVIATIONS = 2.0
-LEAST_SPARE, MOST_SPARE = 0.01, 0.25
-"""The room is higher than the recorded steps needed: by `DEVIATIONS` standard deviations of what they had in use, as
-far as that is from 1 to 25 % of it."""
+LEAST_SPARE, MOST_SPARE = 0.005, 0.25
+"""The room has more than the recorded steps needed: `DEVIATIONS` standard deviations of the arena's height that each of
+them needed, as far as that is from 0.5 to 25 % of it."""
 
 THRESHOLDS = 6
 """So many lifetimes are tried as the border between requests at the bottom of the room and those at its top."""
 
 MOST_OVER = 1.25
-"""A plan has a room if it then needs at most this many times the bytes that a recorded step had in use at once."""
-
-Key = tuple[int, ...]
-"""A HomoLayer group: its values of `GROUP`."""
+"""A plan has a room if the arena then needs at most this many times the bytes that the steps have in use at once."""
 
 
 def with_rooms(
-    problem: Problem, step: Trace, others: Sequence[Trace], margin_bytes: int = 0
+    problem: Problem, step: Trace, others: Sequence[Trace], margin_bytes: int = 0, seconds: float = 0.5
 ) -> tuple[Problem, frozenset[Key]]:
     """Return the problem with a room for the step's dynamic requests, and the groups that the room's top serves.
 
@@ -59,186 +51,59 @@ def with_rooms(
         step: one step, with its dynamic requests marked.
         others: other steps of the same program, marked too (`memplug.profile.varying.observed`).
         margin_bytes: bytes that follow each request in the arena.
+        seconds: time for the search of the groups that the top serves.
     """
-    groups = _Groups.of(step, problem.main_stream)
+    groups = Groups.of(step, problem.main_stream)
     if not groups.keys:
         return problem, frozenset()
-    steps = [_Served.of(each, groups, margin_bytes) for each in (step, *others)]
-    spare = 1 + _spare(steps)
-    found: list[tuple[int, Problem, frozenset[Key]]] = []
-    for hangs in _sides(groups):
-        larger = problem.with_more(_staircase(np.ceil(_height(steps, groups, hangs) * spare), groups))
-        hanging = frozenset(key for key, hanging in zip(groups.keys, hangs.tolist(), strict=False) if hanging)
-        found.append((larger.lower_bound, larger, hanging))
-    bound, larger, hanging = min(found, key=lambda each: each[0])
-    in_use = problem.with_more(_as_buffers(step, problem.main_stream, margin_bytes)).lower_bound
-    return (larger, hanging) if bound <= MOST_OVER * in_use else (problem, frozenset())
+    steps = [ServedStep.of(each, groups, margin_bytes) for each in (step, *others)]
+    planned = groups.planned_bytes(problem.buffers)
+    hangs = _best_sides(steps, groups, planned, time.monotonic() + seconds)
+    height = _height(steps, groups, hangs)
+    in_use_bytes = int((np.max([each.live_bytes(groups.instants) for each in steps], axis=0) + planned).max())
+    if (height + planned).max() > MOST_OVER * in_use_bytes:
+        return problem, frozenset()
+    spare = _spare_bytes([_height([each], groups, hangs) + planned for each in steps])
+    share = 1 + spare / max(1, int(height[(height + planned).argmax()]))
+    larger = problem.with_more(_staircase(np.ceil(height * share).astype(np.int64), groups))
+    return larger, frozenset(key for key, hanging in zip(groups.keys, hangs.tolist(), strict=False) if hanging)
 
 
-def _as_buffers(step: Trace, stream: int, margin_bytes: int) -> np.ndarray:
-    """Return the dynamic requests with the bytes that they had in this step, of dtype BUFFER."""
-    rows = _rows(step, stream)
-    table = np.zeros(len(rows), BUFFER)
-    table["lower"], table["upper"], table["stream"] = rows["malloc_event"], rows["free_event"], stream
-    table["size"], table["alignment"] = rounded_up(rows["nbytes"], BLOCK_BYTES) + margin_bytes, BLOCK_BYTES
-    return table
+def _best_sides(steps: Sequence[ServedStep], groups: Groups, planned: np.ndarray, deadline_s: float) -> np.ndarray:
+    """Return which groups the room's top serves, so that the arena becomes as low as possible. bool[groups].
 
-
-def _rows(step: Trace, stream: int) -> np.ndarray:
-    """Return the dynamic requests of a stream that end within the step, of dtype REQUEST."""
-    rows = dynamic_requests(step)
-    return rows[(rows["free_event"] >= 0) & (rows["stream"] == stream)]
-
-
-@dataclass(frozen=True, eq=False)
-class _Groups:
-    """The HomoLayer groups of the step that is planned, and how its time is divided into instants.
-
-    A place's requests that the planned step did not make are a group of their own, after those that it made.
-
-    Attributes:
-        keys: the groups that the planned step made.
-        windows: of each group, as instants [first, end); int64[groups, 2].
-        of_turn: for each place, (phase, layer) by value, the group of each dynamic request in turn; the last entry
-            stands for all further ones.
-        clock: events of the planned requests' mallocs and frees, ascending: they divide the step into instants.
-        events: the number of the step's events.
+    Args:
+        steps: the recorded steps.
+        groups: their groups.
+        planned: bytes that planned requests have in use in each instant, int64[instants].
+        deadline_s: when to end, on the clock of `time.monotonic`.
     """
 
-    keys: tuple[Key, ...]
-    windows: np.ndarray
-    of_turn: dict[tuple, list[int]]
-    clock: np.ndarray
-    events: int
+    def needed(hangs: np.ndarray) -> int:
+        return int((_height(steps, groups, hangs) + planned).max())
 
-    @classmethod
-    def of(cls, step: Trace, stream: int) -> _Groups:
-        """Return the groups of a step's dynamic requests on one stream."""
-        rows, spans, clock = _rows(step, stream), spans_of(step), _clock(step)
-        keys, group = np.unique(rows[list(GROUP)], return_inverse=True)
-        group, turns = group.reshape(-1), _turns(step, rows)
-        keys = [tuple(key) for key in keys.tolist()]
-        lifetimes = [window(list(key), rows[group == at], spans, len(step.events)) for at, key in enumerate(keys)]
-        of_turn: dict[tuple, list[int]] = {}
-        for place, turn, at in zip(_places(step, rows), turns.tolist(), group.tolist(), strict=True):
-            known = of_turn.setdefault(place, [])
-            known += [at] * (turn + 1 - len(known))  # requests that outlive the step, or of other streams, lie between
-            known[turn] = at
-        for known in of_turn.values():
-            of_place = [lifetimes[at] for at in {*known}]
-            known.append(len(lifetimes))
-            lifetimes.append((min(lower for lower, _ in of_place), max(upper for _, upper in of_place)))
-        windows = np.array(lifetimes, np.int64).reshape(-1, 2)
-        windows = _instants(clock, windows - (0, 1), "right") + (0, 1)
-        return cls(tuple(keys), windows, of_turn, clock, len(step.events))
-
-    @property
-    def instants(self) -> int:
-        """Return the number of instants."""
-        return min(INSTANTS, len(self.clock) + 1)
-
-    @cached_property
-    def begins(self) -> np.ndarray:
-        """Return the event at which each instant begins, and the step's end. int64[instants + 1]."""
-        first = -(-np.arange(self.instants) * (len(self.clock) + 1) // self.instants)
-        return np.concatenate([[0], self.clock[first[1:] - 1], [self.events]])
+    best = min(_by_lifetime(groups), key=needed)
+    least, before = needed(best), None
+    while before != least:
+        before = least
+        for group in range(len(best)):
+            if time.monotonic() >= deadline_s:
+                return best
+            other = best.copy()
+            other[group] = not other[group]
+            if (nbytes := needed(other)) < least:
+                best, least = other, nbytes
+    return best
 
 
-def _clock(step: Trace) -> np.ndarray:
-    """Return the events of the planned requests, ascending. Steps of one program have as many."""
-    rows = step.requests[~step.requests["dynamic"] & ~without_gradients(step)]
-    return np.sort(np.concatenate([rows["malloc_event"], rows["free_event"][rows["free_event"] >= 0]]))
-
-
-def _instants(clock: np.ndarray, events: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
-    """Return the instant of each event; an event of the clock ends an instant, or with "right" begins one."""
-    parts = len(clock) + 1
-    return np.searchsorted(clock, events, side) * min(INSTANTS, parts) // parts
-
-
-def _places(step: Trace, rows: np.ndarray) -> list[tuple]:
-    """Return the phase and layer of each request's malloc: the same in all steps."""
-    pairs = rows[["malloc_phase", "malloc_layer"]].tolist()
-    return [(step.phases[phase], step.layers[layer] if layer >= 0 else None) for phase, layer in pairs]
-
-
-def _turns(step: Trace, rows: np.ndarray) -> np.ndarray:
-    """Return for each of these rows how many dynamic requests came before it in its place. int64[n]."""
-    dynamic = dynamic_requests(step)
-    return numbers_in_place(dynamic)[np.searchsorted(dynamic["number"], rows["number"])]
-
-
-@dataclass(frozen=True, eq=False)
-class _Served:
-    """What the dynamic requests of a recorded step did, in the order of time.
-
-    Attributes:
-        request: the request that each event concerns, as the arena's server sees them, int32[events].
-        instant: of each event, int64[events].
-        size: of each request, bytes, int64[n].
-        group: of each request, as the arena expects it from its turn, int64[n].
-        layer: of each request's malloc, int64[n].
-        lived: first and last instant of each request, int64[n, 2].
-    """
-
-    request: np.ndarray
-    instant: np.ndarray
-    size: np.ndarray
-    group: np.ndarray
-    layer: np.ndarray
-    lived: np.ndarray
-
-    @classmethod
-    def of(cls, step: Trace, groups: _Groups, margin_bytes: int) -> _Served:
-        """Return the requests of a step in those places that the planned step has too."""
-        stream = groups.keys[0][GROUP.index("stream")]
-        rows, clock = _rows(step, stream), _clock(step)
-        of_turn = [groups.of_turn.get(place) for place in _places(step, rows)]
-        turns = _turns(step, rows).tolist()
-        group = [known[min(turn, len(known) - 1)] if known else -1 for known, turn in zip(of_turn, turns, strict=True)]
-        known = np.array(group, np.int64) >= 0
-        rows = rows[known]
-        events = np.concatenate([rows["malloc_event"], rows["free_event"]])
-        order = np.argsort(events, kind="stable")
-        # another step may have a few planned requests more or fewer, such as a free after its end
-        instant = np.minimum(_instants(clock, events), groups.instants - 1)
-        return cls(
-            np.tile(np.arange(len(rows)), 2)[order],
-            instant[order],
-            rounded_up(rows["nbytes"], BLOCK_BYTES) + margin_bytes,
-            np.array(group, np.int64)[known],
-            rows["malloc_layer"],
-            instant.reshape(2, -1).T,
-        )
-
-    def height(self, hangs: np.ndarray, instants: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bytes that the room needs in each instant, and the end of the highest block of each group.
-
-        Args:
-            hangs: for each group, whether the room's top serves it.
-            instants: the number of instants.
-        """
-        hanging = hangs[self.group]
-        begin, height = packing.serve(self.request, self.size, hanging)
-        most = np.zeros(instants, np.int64)
-        np.maximum.at(most, self.instant, height)
-        # a room that is in use as an instant begins
-        last = np.flatnonzero(np.append(self.instant[1:] != self.instant[:-1], True))
-        before = np.searchsorted(self.instant[last], np.arange(instants)) - 1
-        carried = np.where(before >= 0, height[last][np.maximum(before, 0)], 0) if len(last) else 0
-        ends = np.zeros(len(hangs), np.int64)
-        np.maximum.at(ends, self.group[~hanging], (begin + self.size)[~hanging])
-        return np.maximum(most, carried), ends
-
-
-def _sides(groups: _Groups) -> list[np.ndarray]:
+def _by_lifetime(groups: Groups) -> list[np.ndarray]:
     """Return which groups the room's top may serve, bool[groups] each: none, or those that live short enough."""
     lived = groups.windows[:, 1] - groups.windows[:, 0]
     borders = np.unique(np.quantile(lived, np.linspace(0, 1, THRESHOLDS + 1), method="nearest"))
     return [np.zeros(len(lived), bool), *(lived <= border for border in borders)]
 
 
-def _height(steps: Sequence[_Served], groups: _Groups, hangs: np.ndarray) -> np.ndarray:
+def _height(steps: Sequence[ServedStep], groups: Groups, hangs: np.ndarray) -> np.ndarray:
     """Return the room's height in each instant, bytes: each group finds all that it needs throughout its window."""
     served = [each.height(hangs, groups.instants) for each in steps]
     height = np.max([most for most, _ in served], axis=0)
@@ -258,37 +123,21 @@ def _height(steps: Sequence[_Served], groups: _Groups, hangs: np.ndarray) -> np.
     return height
 
 
-def _spare(steps: Sequence[_Served]) -> float:
-    """Return the share by which the room is higher than the recorded steps needed, from how much these differ.
+def _spare_bytes(needed: Sequence[np.ndarray]) -> float:
+    """Return how much more the room has than the recorded steps needed, from how much these differ.
 
-    Layers route independently of each other, so their variances add up.
+    Args:
+        needed: for each step, bytes of the arena that it needs in each instant, int64[instants].
     """
-    in_use = [np.bincount(each.instant, np.where(_is_malloc(each), 1, -1) * each.size[each.request]) for each in steps]
-    live = [changes.cumsum() for changes in in_use if len(changes)]
-    if len(live) < 2:
-        return LEAST_SPARE
-    fullest = int(max(live, key=lambda each: each.max()).argmax())
-    layers = 1 + max(int(each.layer.max(initial=0)) for each in steps)
-    bytes_of = []
-    for each in steps:
-        is_live = (each.lived[:, 0] <= fullest) & (fullest < np.maximum(each.lived[:, 1], each.lived[:, 0] + 1))
-        bytes_of.append(np.bincount(each.layer[is_live] + 1, each.size[is_live], layers + 1))
-    deviation = float(np.sqrt(np.var(bytes_of, axis=0, ddof=1).sum()))
-    total = float(np.sum(bytes_of, axis=1).max())
-    return min(MOST_SPARE, max(LEAST_SPARE, DEVIATIONS * deviation / total)) if total else LEAST_SPARE
+    most = [int(each.max()) for each in needed]
+    deviation = float(np.std(most, ddof=1)) if len(most) > 1 else 0.0
+    return min(MOST_SPARE * max(most), max(LEAST_SPARE * max(most), DEVIATIONS * deviation))
 
 
-def _is_malloc(step: _Served) -> np.ndarray:
-    """Return which events are mallocs, bool[events]: the first one of each request."""
-    first = np.zeros(len(step.request), bool)
-    first[np.unique(step.request, return_index=True)[1]] = True
-    return first
-
-
-def _staircase(height: np.ndarray, groups: _Groups) -> np.ndarray:
+def _staircase(height: np.ndarray, groups: Groups) -> np.ndarray:
     """Return rectangles below the height, of dtype BUFFER: each one comes after the one on which it lies."""
     unit = rounded_up(int(height.max(initial=0)) // LEVELS + 1, BLOCK_BYTES)
-    levels = [*rounded_up(height.astype(np.int64), unit).tolist(), 0]
+    levels = [*rounded_up(height, unit).tolist(), 0]
     found: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []  # (first instant, level): rectangles that have not ended, each above the last
     for at, level in enumerate(levels):
