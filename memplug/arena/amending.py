@@ -31,7 +31,7 @@ class Lack:
         self._steps = self._most_bytes = 0
 
     def end_step(self, step: Counters) -> None:
-        """Count a step."""
+        """Count a step, by `dynamic_bytes` and `dynamic_missed_bytes`."""
         missed = step.dynamic_missed_bytes
         if missed > MISSED_SHARE * (step.dynamic_bytes + missed):
             self._steps += 1

@@ -218,6 +218,12 @@ class Arena:
             return None
         return torch.cuda.memory_allocated(self.device) - self.counters().live_size
 
+    def native_reserved_bytes(self) -> int | None:
+        """Return the bytes that CUDA's allocator has reserved outside of the arena; None on other devices."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.memory_reserved(self.device) - self.counters().reserved_bytes
+
 
 def _leave(core: object, stand_in_front: Callable[[bool], None]) -> None:
     """Release memory that is not in use, and step aside for torch's allocator (on CUDA, once all blocks are freed)."""

@@ -23,6 +23,7 @@ class ArenaReport(FollowerReport):
 
     Attributes:
         plans: plans made from a recorded step.
+        amendments: plans made again with longer lifetimes or a larger room, without another recording.
         bytes: reserved now, with memory of earlier plans that is still in use.
         live_bytes: in use now.
         peak_bytes: the most in use since the last plan, in whole blocks.
@@ -37,6 +38,9 @@ class ArenaReport(FollowerReport):
         lasting, lasting_bytes: requests that torch's allocator served because their blocks outlive the step.
         leftover_bytes: held now by blocks that outlived their step although the plan did not know.
         native_bytes: in use now in torch's own allocator; None without an arena, and on the CPU.
+        native_reserved_bytes: reserved now by torch's own allocator; None where `native_bytes` is.
+        efficiency: share of all reserved bytes, the arena's and torch's, that is in use when the arena has the most
+            bytes in use; None where `native_bytes` is.
         step_served: share of the last step's bytes that the arena served, without those of requests that outlive the
             step; None if there were none.
     """
@@ -44,6 +48,7 @@ class ArenaReport(FollowerReport):
     prefix: ClassVar[str] = "arena_"
 
     plans: int = 0
+    amendments: int = 0
     bytes: int = 0
     live_bytes: int = 0
     peak_bytes: int = 0
@@ -63,30 +68,47 @@ class ArenaReport(FollowerReport):
     lasting_bytes: int = 0
     leftover_bytes: int = 0
     native_bytes: int | None = keyed("native_bytes")
+    native_reserved_bytes: int | None = keyed("native_reserved_bytes")
+    efficiency: float | None = None
     step_served: float | None = None
 
     def closing(self) -> str:
-        """Return the share of bytes that the arena served, or why it served none."""
+        """Return the share of bytes that the arena served and its efficiency, or why it served none."""
         served_bytes = self.served_bytes + self.dynamic_bytes + self.reusable_bytes
         if served_bytes:
-            return f"{served_bytes / (served_bytes + self.fallback_bytes):.1%} of bytes served by the arena"
+            used = f"; {self.efficiency:.1%} of reserved bytes in use at the peak" if self.efficiency else ""
+            return f"{served_bytes / (served_bytes + self.fallback_bytes):.1%} of bytes served by the arena{used}"
         why = self.off_because or _NOT_YET.get(self.state)
         return f"no arena: {why}" if why else ""
 
 
-def report_of(counters: Counters, step: Counters, plan: AddressPlan | None, **others: Any) -> ArenaReport:
+def report_of(
+    counters: Counters,
+    step: Counters,
+    plan: AddressPlan | None,
+    native_bytes: int | None,
+    native_reserved_bytes: int | None,
+    **others: Any,
+) -> ArenaReport:
     """Return the report of an arena from its counters.
 
     Args:
         counters: counts since the session began.
         step: counts of the step that ended last.
         plan: the plan that the arena serves, or served last.
+        native_bytes: see `ArenaReport`.
+        native_reserved_bytes: see `ArenaReport`.
         others: the fields that do not come from counters.
     """
     served_bytes = step.planned_bytes + step.dynamic_bytes + step.reusable_bytes
     asked_bytes = served_bytes + step.fallback_bytes
-    reserved = counters.reserved_bytes
+    reserved, efficiency = counters.reserved_bytes, None
+    if native_bytes is not None and reserved:
+        efficiency = (counters.peak_size + native_bytes) / (reserved + native_reserved_bytes)
     return ArenaReport(
+        native_bytes=native_bytes,
+        native_reserved_bytes=native_reserved_bytes,
+        efficiency=efficiency,
         bytes=reserved,
         live_bytes=counters.live_bytes,
         peak_bytes=counters.peak_size,

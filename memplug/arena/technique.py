@@ -271,11 +271,11 @@ class PlannedAddresses(Technique[Addresses]):
     def report(self) -> ArenaReport:
         """Return the arena's report; see `memplug.arena.report`."""
         return report_of(
-            *(self.counters, self.step, self.plan),
+            *(self.counters, self.step, self.plan, self.native_bytes, self._arena.native_reserved_bytes()),
             state=self.state.value,
             off_because=self.off_because or None,
             plans=self.plans,
-            native_bytes=self.native_bytes,
+            amendments=self.amendments,
         )
 
     # -- from run to run -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from memplug.arena.plan.part import AddressPlan
-from memplug.profile.trace import EventKind, Pass, Trace
+from memplug.profile.trace import EventKind, Layer, Pass, Phase, Trace
 from memplug.sizes import BLOCK_BYTES, rounded_up
 from tests.support.traces import Recording
 
@@ -91,30 +91,32 @@ class Mixture:
 
 @dataclasses.dataclass
 class Served:
-    """What a step took.
+    """The memory that a step took.
 
     Attributes:
         live_bytes: the most bytes in use at once.
         beside_bytes: the most bytes in use at once that torch's allocator served.
-        missed_bytes: bytes of the dynamic requests that torch's allocator served.
-        dynamic_bytes: bytes of all dynamic requests.
+        dynamic_bytes: bytes of dynamic requests that the arena served.
+        dynamic_missed_bytes: bytes of those that torch's allocator served.
         occupied: planned requests whose bytes were in use.
     """
 
     live_bytes: int = 0
     beside_bytes: int = 0
-    missed_bytes: int = 0
     dynamic_bytes: int = 0
+    dynamic_missed_bytes: int = 0
     occupied: int = 0
+
+    @property
+    def missed(self) -> float:
+        """Return the share of the dynamic requests' bytes that torch's allocator served."""
+        return self.dynamic_missed_bytes / max(1, self.dynamic_bytes + self.dynamic_missed_bytes)
 
 
 def serve(plan: AddressPlan, step: Trace) -> Served:
     """Serve a step as the arena does, request by request, and check that no two blocks ever share bytes."""
     rows, found = step.requests, Served()
-    is_planned = ~plan.problem.buffers["room"]
-    offsets = iter(plan.solution.offsets[is_planned].tolist())
-    groups = _groups_by_turn(plan)
-    turns: dict[tuple[int, int], int] = {}
+    places = _Places(plan)
     blocks: dict[int, tuple[int, int]] = {}
     beside: dict[int, int] = {}
     for kind, request in step.events[["kind", "request"]].tolist():
@@ -124,18 +126,16 @@ def serve(plan: AddressPlan, step: Trace) -> Served:
             blocks.pop(request, None)
             beside.pop(request, None)
             continue
+        layer = int(row["malloc_layer"])
+        place = step.phases[row["malloc_phase"]], step.layers[layer] if layer >= 0 else None
         used = sorted(blocks.values())
-        if row["dynamic"]:
-            place = int(row["malloc_phase"]), int(row["malloc_layer"])
-            turn = turns[place] = turns.get(place, -1) + 1
-            known = groups.get(place, [])
-            begin = _found(used, size, *known[min(turn, len(known) - 1)]) if known else None
-            found.dynamic_bytes += size
-            found.missed_bytes += size * (begin is None)
-        else:
-            begin = next(offsets)
-            if any(low < begin + size and begin < high for low, high in used):
-                begin, found.occupied = None, found.occupied + 1
+        begin = places.planned(place, size)
+        if begin is None:
+            begin = places.dynamic(place, size, used)
+            found.dynamic_bytes += size * (begin is not None)
+            found.dynamic_missed_bytes += size * (begin is None)
+        elif any(low < begin + size and begin < high for low, high in used):
+            begin, found.occupied = None, found.occupied + 1
         if begin is None:
             beside[request] = size
         else:
@@ -148,22 +148,54 @@ def serve(plan: AddressPlan, step: Trace) -> Served:
     return found
 
 
-def _groups_by_turn(plan: AddressPlan) -> dict[tuple[int, int], list[tuple[Sequence[tuple[int, int]], int]]]:
-    """Return the spaces and the ceiling of each dynamic request in turn, by place; the last entry serves all others."""
-    found: dict[tuple[int, int], dict[int, tuple[Sequence[tuple[int, int]], int]]] = {}
-    for group in plan.dynamic:
-        of_place = found.setdefault((group.malloc_phase, group.malloc_layer), {})
-        of_place |= dict.fromkeys(group.members, (group.spaces, group.ceiling))
-    turns = {}
-    for place, of_place in found.items():
-        common = [
-            (low, high)
-            for low, high in zip(*_borders([spaces for spaces, _ in of_place.values()]), strict=True)
-            if low < high
-        ]
-        ceiling = min(ceiling for _, ceiling in of_place.values())
-        turns[place] = [of_place[turn] for turn in range(max(of_place) + 1)] + [(common, ceiling)]
-    return turns
+_Place = tuple[Phase, Layer | None]
+_Group = tuple[Sequence[tuple[int, int]], int]  # spaces, and the ceiling
+
+
+class _Places:
+    """The requests that a plan expects at each place in a step."""
+
+    def __init__(self, plan: AddressPlan):
+        problem = plan.problem
+        self._expected: dict[_Place, list[tuple[int, int]]] = {}  # size and offset
+        self._next: dict[_Place, int] = {}
+        self._served: set[tuple[_Place, int]] = set()
+        self._groups: dict[_Place, list[_Group]] = {}
+        self._turns: dict[_Place, int] = {}
+
+        def named(phase: int, layer: int) -> _Place:
+            return problem.phases[phase], problem.layers[layer] if layer >= 0 else None
+
+        columns = problem.buffers[["size", "lower_phase", "lower_layer", "room"]].tolist()
+        for (size, phase, layer, room), offset in zip(columns, plan.solution.offsets.tolist(), strict=True):
+            if not room:
+                self._expected.setdefault(named(phase, layer), []).append((size, offset))
+        for place in {(group.malloc_phase, group.malloc_layer) for group in plan.dynamic}:
+            groups = [group for group in plan.dynamic if (group.malloc_phase, group.malloc_layer) == place]
+            by_turn = {turn: (group.spaces, group.ceiling) for group in groups for turn in group.members}
+            common = list(zip(*_borders([group.spaces for group in groups]), strict=True))
+            further = common, min(group.ceiling for group in groups)
+            self._groups[named(*place)] = [*(by_turn.get(turn, further) for turn in range(max(by_turn) + 1)), further]
+
+    def planned(self, place: _Place, size: int) -> int | None:
+        """Return the offset of the next expected request of this size; None: none is expected."""
+        expected, start = self._expected.get(place, []), self._next.get(place, 0)
+        ahead, behind = range(start, min(len(expected), start + 32)), range(start - 1, max(-1, start - 33), -1)
+        for at in (*ahead, *behind):
+            if expected[at][0] == size and (place, at) not in self._served:
+                self._served.add((place, at))
+                self._next[place] = at + 1
+                return expected[at][1]
+        return None
+
+    def dynamic(self, place: _Place, size: int, used: list[tuple[int, int]]) -> int | None:
+        """Return the offset of the next dynamic request; None: it finds no bytes."""
+        groups = self._groups.get(place)
+        if groups is None:
+            return None
+        turn = self._turns.get(place, 0)
+        self._turns[place] = min(turn + 1, len(groups) - 1)
+        return _found(used, size, *groups[turn])
 
 
 def _borders(of_groups: Sequence[Sequence[tuple[int, int]]]) -> tuple[list[int], list[int]]:

@@ -126,7 +126,7 @@ def _turns(step: Trace, rows: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class ServedStep:
-    """What the dynamic requests of a recorded step did, in the order of time.
+    """A recorded step as the arena sees its dynamic requests, in the order of time.
 
     Attributes:
         request: the request that each event concerns, as the arena's server sees them, int32[events].

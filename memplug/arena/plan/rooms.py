@@ -26,9 +26,9 @@ from memplug.sizes import BLOCK_BYTES, rounded_up
 LEVELS = 256
 """The room has at most so many heights."""
 
-DEVIATIONS = 2.0
+DEVIATIONS = 1.0
 LEAST_SPARE, MOST_SPARE = 0.005, 0.25
-"""The room has more than the recorded steps needed: `DEVIATIONS` standard deviations of the arena's height that each of
+"""The room has more than the recorded steps needed: a standard deviation of the arena's height that each of
 them needed, as far as that is from 0.5 to 25 % of it."""
 
 THRESHOLDS = 6

@@ -7,7 +7,7 @@
 namespace {
 
 // One end of a room. Offsets are counted from that end.
-class End {
+class Side {
  public:
   // Takes the lowest free bytes; returns their offset.
   int64_t take(int64_t size) {
@@ -46,15 +46,15 @@ class End {
 // counted from its end of the room, and the `height` that the room needs after each event.
 extern "C" void memplug_serve(int32_t events, int32_t count, const int32_t* request, const int64_t* size,
                               const uint8_t* hangs, int64_t* begin, int64_t* height) {
-  End ends[2];
+  Side sides[2];
   std::fill(begin, begin + count, -1);
   for (int32_t event = 0; event < events; ++event) {
     const int32_t row = request[event];
-    End& end = ends[hangs[row] != 0];
+    Side& side = sides[hangs[row] != 0];
     if (begin[row] < 0)
-      begin[row] = end.take(size[row]);
+      begin[row] = side.take(size[row]);
     else
-      end.give_back(begin[row], size[row]);
-    height[event] = ends[0].height() + ends[1].height();
+      side.give_back(begin[row], size[row]);
+    height[event] = sides[0].height() + sides[1].height();
   }
 }

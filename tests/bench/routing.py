@@ -1,0 +1,120 @@
+"""Plans a recorded step of a small Mixtral, and serves steps whose experts ask for other sizes.
+
+The step has 4 layers (hidden size 256, 8 experts of which 2, 1,024 tokens, grouped matmuls). Expert parallelism is
+imitated: in each step and layer one factor, normal with a deviation of `--deviations`, scales all that is asked for
+inside of the experts, their weights' gradients too. Some steps are recorded, the plan is made, and others are served by
+a model of the arena (tests/support/routed.py). After two steps that lack room, the room grows, as in training.
+
+| column | meaning |
+|---|---|
+| missed | share of the experts' bytes for which the arena had no room |
+| amended | how often the room grew |
+| efficiency | the most bytes in use at once in any step, over the last arena and the most that torch served beside it |
+| of a step | the same of each step by itself, at the arena that it had: the 1st percentile, and the median |
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+import numpy as np
+
+from memplug.arena.amending import Lack
+from memplug.arena.planning import amended, planned
+from memplug.profile.trace import Pass, Trace
+from tests.bench.table import Row, figures, render, write_rows
+from tests.support.folders import DATA
+from tests.support.routed import Served, serve
+from tests.support.traces import Recording
+
+BENCH = "routing"
+STEPS = {"kept": "experts/kept.npz", "token-wise": "experts/tokenwise.npz"}
+HEADERS = ("step", "deviation", "missed", "amended", "efficiency", "of a step", "median")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line: which steps, and how they vary."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="[both]")
+    add("--deviations", type=float, nargs="+", default=[0.0, 0.05, 0.15], help="of the factors [0 0.05 0.15]")
+    add("--recorded", type=int, default=4, help="steps that the plan is made from [4]")
+    add("--served", type=int, default=100, help="steps that are served [100]")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the rows here")
+    return parser.parse_args(argv)
+
+
+def step_of(file: Path, deviation: float, random: np.random.Generator) -> Trace:
+    """Return a recorded step with sizes inside of the experts drawn anew."""
+    with np.load(file) as record:
+        inside, layer, nbytes = record["inside"], record["layer"], record["nbytes"].copy()
+        events = list(zip(record["malloc"].tolist(), record["request"].tolist(), strict=True))
+    for each in np.unique(layer[inside]):
+        factor = np.clip(1 + deviation * random.standard_normal(), 0.5, 2)
+        nbytes[inside & (layer == each)] = (nbytes[inside & (layer == each)] * factor).astype(int)
+    recording = Recording()
+    recording.step()
+    deepest, in_backward = layer.max(), False
+    recording.phase(Pass.FORWARD, 0)
+    numbers: dict[int, int] = {}
+    for malloc, request in events:
+        if not nbytes[request]:
+            continue
+        if not malloc:
+            recording.free(numbers[request])
+            continue
+        # the record has no passes: backward begins once the deepest layer has been left
+        if not in_backward and layer[request] != deepest and any(layer[each] == deepest for each in numbers):
+            in_backward = True
+            recording.phase(Pass.BACKWARD, 0)
+        recording.layer(None if layer[request] < 0 else f"{layer[request]}", dynamic=bool(inside[request]))
+        recording.op("mm")
+        numbers[request] = recording.malloc(int(nbytes[request]))
+    return recording.trace()
+
+
+def measure(name: str, deviation: float, args: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of one step and deviation."""
+    random = np.random.default_rng(args.seed)
+    recorded = [step_of(DATA / STEPS[name], deviation, random) for _ in range(args.recorded)]
+    plan, _ = planned(recorded[-1], recorded[:-1], "auto", False)
+    served: list[Served] = []
+    share, amendments, lack = [], 0, Lack()
+    for _ in range(args.served):
+        found = serve(plan, step_of(DATA / STEPS[name], deviation, random))
+        served.append(found)
+        share.append(found.live_bytes / (plan.solution.height + found.beside_bytes))
+        lack.end_step(found)
+        if lack.lasts and plan.problem.room_bytes:
+            plan, _ = amended(plan, lack.with_more_room(plan.problem), "auto")
+            amendments, lack = amendments + 1, Lack()
+    reserved = plan.solution.height + max(each.beside_bytes for each in served)
+    return {
+        "missed": float(np.mean([each.missed for each in served])),
+        "amended": amendments,
+        "efficiency": max(each.live_bytes for each in served) / reserved,
+        "of_a_step": float(np.percentile(share, 1)),
+        "median": float(np.median(share)),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure every step and deviation, and print the table."""
+    args = parse_args(argv)
+    rows, lines = [], []
+    for name, deviation in itertools.product(args.steps, args.deviations):
+        found = measure(name, deviation, args)
+        case = f"{name}, deviation {deviation}"
+        rows += [Row(BENCH, case, "arena", metric, "1", value, args.served) for metric, value in found.items()]
+        lines.append([name, str(deviation), *(figures(value, 3) for value in found.values())])
+        print(" ".join(lines[-1]), flush=True)
+    print(render(HEADERS, lines, left=0))
+    if args.json:
+        write_rows(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()
