@@ -19,6 +19,8 @@ from memplug.sizes import BLOCK_BYTES, rounded_up
 
 FEW = 0.1
 """Two steps differ in few of a place's requests if at most this share of them is in no common run."""
+SHORT = 32
+"""A place with more requests, of which many differ, is taken for a loop."""
 MOST_PAIRS = 2**22
 """The longest common runs of a place are searched for among at most so many pairs of requests."""
 
@@ -55,10 +57,11 @@ def same(step: Trace, other: Trace) -> np.ndarray:
 
     Requests are compared place by place, by operator and by bytes in whole blocks; a place is a pass, a micro-batch, a
     layer and a stream. Where both steps make the same requests, all are the same, in any order, since other threads may
-    change the order. Where few differ, the longest common runs are the same; where many differ, only requests at the
-    same turn are. If one step makes more of them, a loop ran more often there: then those requests are the same of
-    which an operator makes equal ones in both steps, freed in equal places, such as weights' gradients. Between the
-    passes, where the script allocates what it likes, the longest common runs are the same in any case.
+    change the order. Where few differ, the longest common runs are the same. Where many of a few differ, only requests
+    at the same turn are. Where many of many differ, a loop ran there, over experts that got other tokens. Of its
+    requests only those are the same that are freed elsewhere, such as weights' gradients, if their operator makes equal
+    ones in both steps. Between the passes, where the script allocates what it likes, the longest common runs are the
+    same in any case.
     """
     found = np.full(len(step.requests), -1)
     theirs = dict(_by_place(other))
@@ -74,7 +77,7 @@ def same(step: Trace, other: Trace) -> np.ndarray:
         if not is_loop:
             for begin, its_begin, count in runs:
                 found[rows[begin : begin + count]] = its[its_begin : its_begin + count]
-        elif len(rows) == len(its):
+        elif len(rows) == len(its) <= SHORT:
             alike = np.array([one == another for one, another in zip(own_asked, its_asked, strict=True)])
             found[rows[alike]] = its[alike]
         else:
@@ -86,7 +89,7 @@ def same(step: Trace, other: Trace) -> np.ndarray:
 def _steady(
     step: Trace, rows: np.ndarray, asked: list[_Asked], other: Trace, its: np.ndarray, its_asked: list[_Asked]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield rows of one place in two steps that are the same requests, by operator and by where they are freed."""
+    """Yield rows of one place in two steps that are the same requests, by operator and by where else they are freed."""
     of_kind, its_kinds = _by_kind(step, rows, asked), _by_kind(other, its, its_asked)
     for kind, found in of_kind.items():
         partners = its_kinds.get(kind, [])
@@ -95,12 +98,14 @@ def _steady(
 
 
 def _by_kind(step: Trace, rows: np.ndarray, asked: list[_Asked]) -> dict[tuple, list[tuple[int, int]]]:
-    """Return (bytes, row) of the requests by operator, and by phase and layer of their free; ascending."""
+    """Return (bytes, row) of those requests that are freed elsewhere, by operator and place of the free; ascending."""
     found: dict[tuple, list[tuple[int, int]]] = {}
     freed = step.requests[["free_phase", "free_layer"]][rows].tolist()
+    own = step.requests[["malloc_phase", "malloc_layer"]][rows[:1]].tolist()
     for row, (operator, nbytes), (phase, layer) in zip(rows.tolist(), asked, freed, strict=True):
         place = step.phases[phase] if phase >= 0 else None, step.layers[layer] if layer >= 0 else None
-        found.setdefault((operator, *place), []).append((nbytes, row))
+        if (phase, layer) not in own:
+            found.setdefault((operator, *place), []).append((nbytes, row))
     return {kind: sorted(of_kind) for kind, of_kind in found.items()}
 
 
