@@ -97,14 +97,13 @@ def test_gradients_hold_with_late_and_early_copies(
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(4), *(pytest.param(range(first, first + 25), marks=pytest.mark.long) for first in range(0, 200, 25))],
+    [range(8), *(pytest.param(range(first, first + 25), marks=pytest.mark.long) for first in range(0, 200, 25))],
     ids=str,
 )
 def test_gradients_hold_on_200_random_schedules(seeds: range) -> None:
     for seed in seeds:
-        for buffer_bytes in BUFFERS.values():
-            device = adversarial_device("random", seed)
-            scenario(device, (0.4, 1.0)[seed % 2], in_place=seed % 4 > 1, seed=seed, buffer_bytes=buffer_bytes)
+        device, buffer_bytes = adversarial_device("random", seed), [*BUFFERS.values()][seed // 4 % len(BUFFERS)]
+        scenario(device, (0.4, 1.0)[seed % 2], in_place=seed % 4 > 1, seed=seed, buffer_bytes=buffer_bytes)
 
 
 @pytest.mark.unordered
@@ -121,11 +120,13 @@ def test_missing_wait_is_detected(missing: Wait, buffer_bytes: int) -> None:
 @pytest.mark.parametrize("missing", WAITS, ids=lambda wait: wait.name.lower())
 def test_missing_wait_is_detected_on_many_of_200_random_schedules(missing: Wait) -> None:
     """Use the schedules of `test_gradients_hold_on_200_random_schedules`, which leaves out no wait."""
-    noticed = 0
+    noticed, enough = 0, 20
     for seed in range(200):
         device = adversarial_device("random", seed, missing)
         noticed += _fails(device, seed % 4 > 1, BUFFERS["rounding buffers"] if seed % 8 > 3 else 0, seed)
-    assert noticed >= 20
+        if noticed == enough:
+            return
+    pytest.fail(f"only {noticed} schedules notice it")
 
 
 def _fails(device: Adversary, in_place: bool, buffer_bytes: int, seed: int = 0) -> bool:
