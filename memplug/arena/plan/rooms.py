@@ -26,10 +26,9 @@ from memplug.sizes import BLOCK_BYTES, rounded_up
 LEVELS = 256
 """The room has at most so many heights."""
 
-DEVIATIONS = 1.0
 LEAST_SPARE, MOST_SPARE = 0.005, 0.25
-"""The room has more than the recorded steps needed: a standard deviation of the arena's height that each of
-them needed, as far as that is from 0.5 to 25 % of it."""
+"""The room is higher than the recorded steps needed: by a standard deviation of the arena's height that each of them
+needed, as far as that is from 0.5 to 25 % of it."""
 
 THRESHOLDS = 6
 """So many lifetimes are tried as the border between requests at the bottom of the room and those at its top."""
@@ -64,8 +63,8 @@ def with_rooms(
     if (height + planned).max() > MOST_OVER * in_use_bytes:
         return problem, frozenset()
     spare = _spare_bytes([_height([each], groups, hangs) + planned for each in steps])
-    share = 1 + spare / max(1, int(height[(height + planned).argmax()]))
-    larger = problem.with_more(_staircase(np.ceil(height * share).astype(np.int64), groups))
+    higher = height * (1 + spare / max(1, int(height.max())))
+    larger = problem.with_more(_staircase(np.ceil(higher).astype(np.int64), groups))
     return larger, frozenset(key for key, hanging in zip(groups.keys, hangs.tolist(), strict=False) if hanging)
 
 
@@ -131,7 +130,7 @@ def _spare_bytes(needed: Sequence[np.ndarray]) -> float:
     """
     most = [int(each.max()) for each in needed]
     deviation = float(np.std(most, ddof=1)) if len(most) > 1 else 0.0
-    return min(MOST_SPARE * max(most), max(LEAST_SPARE * max(most), DEVIATIONS * deviation))
+    return min(MOST_SPARE * max(most), max(LEAST_SPARE * max(most), deviation))
 
 
 def _staircase(height: np.ndarray, groups: Groups) -> np.ndarray:

@@ -64,6 +64,21 @@ def test_room_has_the_most_bytes_of_any_step_and_some_spare() -> None:
     assert least <= larger.room_bytes < (1 + 2 * MOST_SPARE) * (least + 64 * KIB)
 
 
+def test_room_that_is_not_in_use_at_the_peak_makes_the_arena_hardly_higher() -> None:
+    def one(size: int) -> Trace:
+        recording = Recording()
+        recording.step()
+        recording.phase(Pass.FORWARD, 0)
+        for name, nbytes in (("attention", 4096 * KIB), ("experts", size * KIB), ("mlp", 4096 * KIB)):
+            recording.layer(f"layers.0.{name}")
+            recording.op("mm")
+            recording.free(recording.malloc(nbytes))
+        return recording.trace()
+
+    plan = plan_of([one(3), one(4)])
+    assert plan.problem.room_bytes >= 4 * KIB and plan.solution.height == 4096 * KIB
+
+
 def test_steps_of_equal_requests_need_no_room() -> None:
     first, others = observed(step([3, 5]), [step([3, 5])])
     assert with_rooms(problem_of(first), first, others)[0].room_bytes == 0
