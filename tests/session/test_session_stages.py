@@ -61,20 +61,25 @@ def test_program_change_during_warm_up_restarts_the_count() -> None:
         assert run.step(9) is GEN_POLICY and run.step(9) is STABLE
 
 
+def many(operators: int) -> list[int]:
+    """Return the operators of a step, in a cycle that is too long for the body of a loop."""
+    return [number % 150 for number in range(10 * operators)]
+
+
 def test_warm_up_compares_each_step_with_the_previous_one() -> None:
     with led(warmup_steps=4) as run:
         for operators in (100, 104, 108, 112, 116):
-            run.step(operators=[1] * operators)
+            run.step(operators=many(operators))
         assert run.session.stage is GEN_POLICY, "116 operators are similar to 112, though not to 100"
 
 
 def test_stable_program_is_compared_with_its_planned_step_so_drift_adds_up() -> None:
     with led() as run:
-        run.reach_stable(operators=[1] * 100)
+        run.reach_stable(operators=many(100))
         for operators in (102, 104, 105):
-            assert run.step(operators=[1] * operators) is STABLE
-        run.step(operators=[1] * 107)
-        assert run.step(operators=[1] * 107) is not STABLE, "107 operators are similar to 105, but not to 100"
+            assert run.step(operators=many(operators)) is STABLE
+        run.step(operators=many(107))
+        assert run.step(operators=many(107)) is not STABLE, "107 operators are similar to 105, but not to 100"
 
 
 # -- change and return -------------------------------------------------------------------------------------------------
