@@ -38,7 +38,16 @@ def done(beside: Beside) -> Beside:
 
 
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "memplug.plans.worker" in " ".join(each.cmdline())]
+    return [each for each in psutil.Process().children() if "memplug.plans.worker" in command_line(each)]
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """Return the command line, which is empty for an instant after a process has started, and once it has ended."""
+    deadline = time.monotonic() + 5
+    while not (words := process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return words
 
 
 # -- one task ----------------------------------------------------------------------------------------------------------
