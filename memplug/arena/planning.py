@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memplug.arena import shared
 from memplug.arena.plan import auto
-from memplug.arena.plan.dynamic import dynamic_peak_bytes, dynamic_spaces, renewed_spaces
+from memplug.arena.plan.dynamic import Key, dynamic_peak_bytes, dynamic_spaces, renewed_spaces
 from memplug.arena.plan.from_trace import last_step, problem_of
 from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution
@@ -46,7 +46,7 @@ def planned(
 
 
 def plan_with_spaces(
-    step: Trace, problem: Problem, solution: Solution, hanging: frozenset[tuple[int, ...]] = frozenset()
+    step: Trace, problem: Problem, solution: Solution, hanging: frozenset[Key] = frozenset()
 ) -> AddressPlan:
     """Return the plan of a step: its addresses, and the reusable space of its dynamic requests.
 

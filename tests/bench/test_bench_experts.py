@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.bench import experts
+from tests.bench import experts, routing
 
 
 @pytest.mark.cpu("it simulates CUDA's allocator")
@@ -23,3 +23,14 @@ def test_grouped_experts_are_served_whole_and_the_rows_have_their_figures(tmp_pa
             assert 0.9 < found[case, "efficiency"] <= 1
     printed = capsys.readouterr().out
     assert all(case in printed for case in cases) and "efficiency" in printed
+
+
+def test_drawn_sizes_are_served_and_the_rows_have_their_figures(tmp_path):
+    output = tmp_path / "rows.json"
+    routing.main(
+        ["--steps", "kept", "--deviations", "0", "0.1", "--recorded", "2", "--served", "2", "--json", str(output)]
+    )
+    found = {(row["case"], row["metric"]): row["value"] for row in json.loads(output.read_text())}
+    fixed, drawn = "kept, deviation 0.0", "kept, deviation 0.1"
+    assert found[fixed, "efficiency"] == 1 and found[fixed, "missed"] == 0
+    assert 0.6 < found[drawn, "efficiency"] < 1 and found[drawn, "missed"] < 0.1

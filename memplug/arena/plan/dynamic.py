@@ -18,11 +18,14 @@ from memplug.arena.plan.problem import Problem, Solution
 from memplug.profile.trace import Trace
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
+Key = tuple[int, ...]
+"""A HomoLayer group: its values of `GROUP`."""
+
 GROUP = ("malloc_phase", "malloc_layer", "free_phase", "free_layer", "stream")
 
 
 def dynamic_spaces(
-    step: Trace, problem: Problem, solution: Solution, hanging: frozenset[tuple[int, ...]] = frozenset()
+    step: Trace, problem: Problem, solution: Solution, hanging: frozenset[Key] = frozenset()
 ) -> tuple[DynamicSpace, ...]:
     """Return the reusable space of each HomoLayer group on one stream, in the order of phases and layers.
 

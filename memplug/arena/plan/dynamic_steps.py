@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from memplug.arena.native import packing
-from memplug.arena.plan.dynamic import GROUP, dynamic_requests, numbers_in_place, spans_of, window
+from memplug.arena.plan.dynamic import GROUP, Key, dynamic_requests, numbers_in_place, spans_of, window
 from memplug.arena.plan.problem import live_bytes
 from memplug.profile.records import Layer, Phase
 from memplug.profile.trace import Trace, without_gradients
@@ -21,9 +21,6 @@ from memplug.sizes import BLOCK_BYTES, rounded_up
 
 INSTANTS = 4096
 """A step is divided into at most so many instants."""
-
-Key = tuple[int, ...]
-"""A HomoLayer group: its values of `GROUP`."""
 
 _Place = tuple[Phase, Layer | None]
 

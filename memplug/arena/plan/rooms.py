@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memplug.arena.plan.dynamic import GROUP
-from memplug.arena.plan.dynamic_steps import Groups, Key, ServedStep
+from memplug.arena.plan.dynamic import GROUP, Key
+from memplug.arena.plan.dynamic_steps import Groups, ServedStep
 from memplug.arena.plan.problem import BUFFER, Problem
 from memplug.profile.trace import Trace
 from memplug.sizes import BLOCK_BYTES, rounded_up
