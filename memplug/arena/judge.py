@@ -173,11 +173,14 @@ def _places(plan: AddressPlan) -> Iterator[Finding]:
 def _predictions(plan: AddressPlan) -> Iterator[Finding]:
     peak, height, promised = _peak_bytes(plan.problem.buffers), plan.solution.height, plan.predictions
     of_groups = [group.peak_bytes for group in plan.dynamic]
+    requested = _peak_bytes(plan.problem.buffers[~plan.problem.buffers["room"]])
+    at_least = max(requested, promised.dynamic_peak_bytes)
     fragmentation = 1 - peak / height if height else 0.0
     for name, is_promised, least, most in (
         ("arena_bytes", promised.arena_bytes, height, height),
         ("static_peak_bytes", promised.static_peak_bytes, peak, peak),
         ("dynamic_peak_bytes", promised.dynamic_peak_bytes, max(of_groups, default=0), sum(of_groups)),
+        ("live_peak_bytes", promised.live_peak_bytes, at_least, max(at_least, promised.live_peak_bytes)),
         ("fragmentation", promised.fragmentation, fragmentation, fragmentation),
     ):
         if not least <= is_promised <= most:

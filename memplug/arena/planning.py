@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from memplug.arena import shared
 from memplug.arena.plan import auto
@@ -41,19 +44,29 @@ def planned(
     problem = problem_of(step, margin_bytes=margin, without_gradients=False)
     problem, hanging = with_rooms(problem, step, others, margin, _worth_s(problem, AMENDING_S))
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
-    plan = plan_with_spaces(step, problem, solution, hanging)
+    plan = plan_with_spaces(step, problem, solution, hanging, others)
     return plan, tables_of(plan)
 
 
 def plan_with_spaces(
-    step: Trace, problem: Problem, solution: Solution, hanging: frozenset[Key] = frozenset()
+    step: Trace,
+    problem: Problem,
+    solution: Solution,
+    hanging: frozenset[Key] = frozenset(),
+    others: Sequence[Trace] = (),
 ) -> AddressPlan:
     """Return the plan of a step: its addresses, and the reusable space of its dynamic requests.
 
-    The arguments are those of `dynamic_spaces`.
+    Args:
+        step: see `dynamic_spaces`.
+        problem: see `dynamic_spaces`.
+        solution: see `dynamic_spaces`.
+        hanging: see `dynamic_spaces`.
+        others: other recorded steps of the same program.
     """
     spaces = dynamic_spaces(step, problem, solution, hanging)
-    return address_plan(problem, solution, spaces, dynamic_peak_bytes(step))
+    live = max(_live_peak_bytes(each) for each in (step, *others))
+    return address_plan(problem, solution, spaces, dynamic_peak_bytes(step), live)
 
 
 def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressPlan, ArenaTables]:
@@ -64,8 +77,15 @@ def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressP
     """
     solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, AMENDING_S))
     spaces = renewed_spaces(plan.dynamic, problem, solution)
-    renewed = address_plan(problem, solution, spaces, plan.predictions.dynamic_peak_bytes)
+    seen = plan.predictions
+    renewed = address_plan(problem, solution, spaces, seen.dynamic_peak_bytes, seen.live_peak_bytes)
     return renewed, tables_of(renewed)
+
+
+def _live_peak_bytes(step: Trace) -> int:
+    """Return the most bytes that a step has in use at once, dynamic requests included."""
+    every = replace(step, dynamic=np.zeros(len(step.requests), bool))
+    return problem_of(every, without_gradients=False).lower_bound
 
 
 def _worth_s(problem: Problem, longest_s: float) -> float:

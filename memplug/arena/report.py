@@ -30,17 +30,20 @@ class ArenaReport(FollowerReport):
         fragmentation: share of the reserved bytes that no block occupies now.
         peak_fragmentation: the same share when the most bytes were in use.
         predicted_fragmentation: that share as the plan in force predicts it; None without a plan.
-        served, served_bytes: requests served at their planned addresses.
-        dynamic, dynamic_bytes: requests whose sizes depend on data, served from their group's reusable space.
-        dynamic_missed: requests whose sizes depend on data and for which that space had no room.
-        reusable, reusable_bytes: requests served from other reusable space.
-        fallback, fallback_bytes: other requests of training that torch's allocator served although a plan was in force.
-        lasting, lasting_bytes: requests that torch's allocator served because their blocks outlive the step.
+        predicted_efficiency: share of the arena in use at the recorded steps' peak, as the plan in force has it; None
+            without a plan, or without a room for its dynamic requests.
+        served_bytes, served: requests served at their planned addresses.
+        dynamic_bytes, dynamic: requests whose sizes depend on data, served from their group's reusable space.
+        dynamic_missed_bytes, dynamic_missed: requests whose sizes depend on data and for which that space had no room.
+        reusable_bytes, reusable: requests served from other reusable space.
+        fallback_bytes, fallback: other requests of training that torch's allocator served although a plan was in force.
+        lasting_bytes, lasting: requests that torch's allocator served because their blocks outlive the step.
         leftover_bytes: held now by blocks that outlived their step although the plan did not know.
-        native_bytes: in use now in torch's own allocator; None without an arena, and on the CPU.
+        native_bytes: in use now in torch's own allocator; None without an arena, and except on CUDA.
         native_reserved_bytes: reserved now by torch's own allocator; None where `native_bytes` is.
         efficiency: share of all reserved bytes, the arena's and torch's, that is in use when the arena has the most
-            bytes in use; None where `native_bytes` is.
+            bytes in use; of the arena's alone where `native_bytes` is None (torch's allocator for the CPU reserves no
+            more than is in use); None while nothing is reserved.
         step_served: share of the last step's bytes that the arena served, without those of requests that outlive the
             step; None if there were none.
     """
@@ -55,28 +58,31 @@ class ArenaReport(FollowerReport):
     fragmentation: float = 0.0
     peak_fragmentation: float = 0.0
     predicted_fragmentation: float | None = None
-    served: int = 0
+    efficiency: float | None = None
+    predicted_efficiency: float | None = None
+    step_served: float | None = None
     served_bytes: int = 0
-    dynamic: int = 0
+    served: int = 0
     dynamic_bytes: int = 0
+    dynamic: int = 0
+    dynamic_missed_bytes: int = 0
     dynamic_missed: int = 0
-    reusable: int = 0
     reusable_bytes: int = 0
-    fallback: int = 0
+    reusable: int = 0
     fallback_bytes: int = 0
-    lasting: int = 0
+    fallback: int = 0
     lasting_bytes: int = 0
+    lasting: int = 0
     leftover_bytes: int = 0
     native_bytes: int | None = keyed("native_bytes")
     native_reserved_bytes: int | None = keyed("native_reserved_bytes")
-    efficiency: float | None = None
-    step_served: float | None = None
 
     def closing(self) -> str:
         """Return the share of bytes that the arena served and its efficiency, or why it served none."""
         served_bytes = self.served_bytes + self.dynamic_bytes + self.reusable_bytes
         if served_bytes:
-            used = f"; {self.efficiency:.1%} of reserved bytes in use at the peak" if self.efficiency else ""
+            of = "the arena's" if self.native_bytes is None else "all reserved"
+            used = f"; {self.efficiency:.1%} of {of} bytes in use at the peak" if self.efficiency else ""
             return f"{served_bytes / (served_bytes + self.fallback_bytes):.1%} of bytes served by the arena{used}"
         why = self.off_because or _NOT_YET.get(self.state)
         return f"no arena: {why}" if why else ""
@@ -103,8 +109,8 @@ def report_of(
     served_bytes = step.planned_bytes + step.dynamic_bytes + step.reusable_bytes
     asked_bytes = served_bytes + step.fallback_bytes
     reserved, efficiency = counters.reserved_bytes, None
-    if native_bytes is not None and reserved:
-        efficiency = (counters.peak_size + native_bytes) / (reserved + native_reserved_bytes)
+    if reserved:
+        efficiency = (counters.peak_size + (native_bytes or 0)) / (reserved + (native_reserved_bytes or 0))
     return ArenaReport(
         native_bytes=native_bytes,
         native_reserved_bytes=native_reserved_bytes,
@@ -115,10 +121,12 @@ def report_of(
         fragmentation=1 - counters.live_size / reserved if reserved else 0.0,
         peak_fragmentation=1 - counters.peak_size / reserved if reserved else 0.0,
         predicted_fragmentation=plan.predictions.fragmentation if plan else None,
+        predicted_efficiency=plan.efficiency if plan else None,
         served=counters.planned,
         served_bytes=counters.planned_bytes,
         dynamic=counters.dynamic,
         dynamic_bytes=counters.dynamic_bytes,
+        dynamic_missed_bytes=counters.dynamic_missed_bytes,
         dynamic_missed=counters.dynamic_missed,
         reusable=counters.reusable,
         reusable_bytes=counters.reusable_bytes,

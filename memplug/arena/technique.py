@@ -42,7 +42,7 @@ from memplug.profile.recorder import Detail
 from memplug.profile.trace import Pass, Trace, without_gradients
 from memplug.session.given import Given
 from memplug.session.technique import Technique
-from memplug.words import size
+from memplug.words import known, size
 
 MISMATCHED_SHARE = 0.01  # a step counts against the plan if more than this share of its requests do not fit the plan
 MISMATCHED_STEPS = 3  # after this many such steps in a row, memplug makes a new plan
@@ -253,7 +253,7 @@ class PlannedAddresses(Technique[Addresses]):
         problem, promised = part.plan.problem, part.plan.predictions
         self._tell(
             f"arena: {size(promised.arena_bytes)} for {problem.requests:,} requests, the largest "
-            f"{size(problem.largest_bytes)}, fragmentation {promised.fragmentation:.2%}, "
+            f"{size(problem.largest_bytes)}, efficiency {known(part.plan.efficiency, '{:.2%}'.format)}, "
             f"{part.source or 'remembered'}",
             logging.INFO if part.source and not part.amendments else logging.DEBUG,
         )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _LIVE_AT_MOST = 10
 # Keys of the JSON that come first, in this order.
-_FIRST = ("requests", "lower_bound_bytes", "height_bytes", "fragmentation", "seconds", "planner", "optimal", "fits")
+_FIRST = ("height_bytes", "live_peak_bytes", "efficiency", "lower_bound_bytes", "requests", "fragmentation", "fits")
 
 
 def plan(
@@ -125,13 +125,14 @@ def _planned(
     time_limit_s: float,
     capacity_bytes: int | None,
 ) -> "tuple[AddressPlan, tuple[int, int]]":
-    """Return the plan, and (number, bytes) of the dynamic requests that would have found room in the arena.
+    """Return the plan, and bytes of dynamic requests: of those that would have found room in the arena, and of all.
 
     Dynamic requests are those of experts, whose sizes depend on the data.
     """
     from memplug.arena.plan import auto, dynamic
     from memplug.arena.plan.part import address_plan
     from memplug.arena.planning import plan_with_spaces
+    from memplug.sizes import BLOCK_BYTES, rounded_up
 
     with progress(f"planning {len(problem):,} requests", time_limit_s) as say:
         solution = auto.plan(problem, planner, time_limit_s=time_limit_s, capacity_bytes=capacity_bytes, progress=say)
@@ -139,7 +140,9 @@ def _planned(
             return address_plan(problem, solution), (0, 0)
         say("dynamic spaces")
         made = plan_with_spaces(recorded, problem, solution)
-        return made, dynamic.served(recorded, made.dynamic)
+        asked = dynamic.dynamic_requests(recorded)["nbytes"]
+        _, served_bytes = dynamic.served(recorded, made.dynamic)
+        return made, (served_bytes, int(rounded_up(asked, BLOCK_BYTES).sum()))
 
 
 def _write(made: "AddressPlan", output: Path) -> None:
@@ -159,28 +162,29 @@ def _facts(made: "AddressPlan", served: tuple[int, int], capacity_bytes: int | N
         **dict.fromkeys(_FIRST),
         **addresses(made),
         "fits": None if capacity_bytes is None else made.solution.height <= capacity_bytes,
-        "dynamic_served_requests": served[0],
-        "dynamic_served_bytes": served[1],
+        "dynamic_served_bytes": served[0],
+        "dynamic_bytes": served[1],
     }
 
 
 def _rows(made: "AddressPlan", facts: dict[str, Any]) -> list[tuple[str, str]]:
-    from memplug.arena.picture.summary import ending
+    from memplug.arena.picture.summary import efficiency_row, ending
     from memplug.words import size
 
     rows = [
-        ("requests", f"{facts['requests']:,}"),
-        ("lower bound", f"{size(facts['lower_bound_bytes'])} ({facts['lower_bound_bytes']:,} bytes)"),
         ("height", f"{size(facts['height_bytes'])} ({facts['height_bytes']:,} bytes)"),
+        ("lower bound", f"{size(facts['lower_bound_bytes'])} ({facts['lower_bound_bytes']:,} bytes)"),
+        efficiency_row(facts),
+        ("requests", f"{facts['requests']:,}"),
         ("fragmentation", f"{facts['fragmentation']:.4%}"),
         ("planner", f"{facts['planner']}, {ending(facts)}"),
         ("seconds", f"{facts['seconds']:.2f}"),
     ]
     if made.dynamic:
         groups = f"{facts['dynamic_requests']:,} requests in {len(made.dynamic):,} groups"
-        share = facts["dynamic_served_requests"] / facts["dynamic_requests"]
         most = f"at most {size(facts['dynamic_peak_bytes'])} in use, not counted in the height"
-        rows.append(("dynamic", f"{groups}, {most}; {share:.0%} would have found room in the arena"))
+        share = facts["dynamic_served_bytes"] / max(1, facts["dynamic_bytes"])
+        rows.append(("dynamic", f"{groups}, {most}; {share:.0%} of their bytes would have found room in the arena"))
     if facts["fits"] is not None:
         rows.append(("fits", "yes" if facts["fits"] else "no"))
     return rows

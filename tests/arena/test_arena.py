@@ -73,6 +73,7 @@ def test_arena_serves_a_dense_model_with_unchanged_losses(name: str, without: Ru
     assert run.report["arena_predicted_fragmentation"] <= 0.005
     # the peak is only about 300 KiB, and two requests of 512 bytes sometimes alternate
     assert run.report["arena_peak_fragmentation"] <= 0.02
+    assert run.report["arena_predicted_efficiency"] == 1 - run.report["arena_predicted_fragmentation"]
 
 
 def test_requests_that_depend_on_routing_are_served_from_their_room() -> None:
@@ -83,6 +84,10 @@ def test_requests_that_depend_on_routing_are_served_from_their_room() -> None:
     assert report["arena_plans"] <= 2
     served = report["arena_served_bytes"] + report["arena_dynamic_bytes"] + report["arena_reusable_bytes"]
     assert served / (served + report["arena_fallback_bytes"]) >= 0.9
+    assert report["arena_efficiency"] == pytest.approx(1 - report["arena_peak_fragmentation"])
+    assert 0.5 < report["arena_predicted_efficiency"] < 1 - report["arena_predicted_fragmentation"], (
+        "a part of the room is empty at the recorded steps' peak"
+    )
 
 
 def test_experts_whose_requests_do_not_change_are_served_at_planned_addresses() -> None:

@@ -161,4 +161,7 @@ def test_summary_by_phase_and_by_layer_adds_up_to_the_peak(recorded):
         assert sum(held.values()) == facts["lower_bound_bytes"]
     assert facts["outliving_requests"] == 2 and facts["outliving_bytes"] == 2 * 524288
     text = "\n".join(" ".join(row) for row in rows(facts))
+    names = list(dict(rows(facts)))
+    assert names.index("arena") < names.index("efficiency") < names.index("requests"), "bytes come first"
+    assert facts["efficiency"] == facts["live_peak_bytes"] / facts["height_bytes"] == 1
     assert "1,284" in text and "29.47 GiB" in text and "fragmentation 0.0000%" in text

@@ -41,7 +41,8 @@ def last_line(caplog: pytest.LogCaptureFixture, steps: int, forwards: int = 1, *
 def test_last_line_of_a_planned_run_gives_swap_arena_and_savings(caplog: pytest.LogCaptureFixture) -> None:
     line = last_line(caplog, 10)
     assert "8 of them planned" in line, "the program was seen, then observed"
-    assert "KiB swapped" in line and "% of bytes served by the arena" in line
+    assert "KiB swapped" in line and "% of bytes served by the arena; " in line
+    assert line.endswith("% of the arena's bytes in use at the peak")
     assert "by its own estimate the plan saves" in line and "recomputed in full" in line
 
 

@@ -144,6 +144,8 @@ def is_valid_plan(plan: AddressPlan) -> bool:
     placed = [problem.buffer(row) for row in range(len(problem))]
     peak = max((sum(b.size for b in placed if b.lower <= a.lower < b.upper) for a in placed), default=0)
     peaks = [group.peak_bytes for group in plan.dynamic]
+    asked = [b for b in placed if not b.room]
+    in_use = max((sum(b.size for b in asked if b.lower <= a.lower < b.upper) for a in asked), default=0)
     return (
         is_valid(problem, solution)
         and all(-1 <= i < len(problem.phases) for b in placed for i in (b.lower_phase, b.upper_phase))
@@ -152,6 +154,7 @@ def is_valid_plan(plan: AddressPlan) -> bool:
         and promised.static_peak_bytes == peak
         and promised.fragmentation == (1 - peak / solution.height if placed else 0)
         and max(peaks, default=0) <= promised.dynamic_peak_bytes <= sum(peaks)
+        and promised.live_peak_bytes >= max(in_use, promised.dynamic_peak_bytes)
         and all(_is_valid_group(plan, placed, group) for group in plan.dynamic)
     )
 

@@ -14,7 +14,7 @@ from memplug.arena.plan.problem import Problem
 from memplug.figures.groups import OUTSIDE, phase_words
 from memplug.figures.words import Rows, both, change
 from memplug.plans.schema import MemoryPlan
-from memplug.words import count, size
+from memplug.words import count, known, size
 
 _LARGEST_AT_MOST = 5
 
@@ -99,9 +99,11 @@ def _planned_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     dynamic = of_both(lambda side: f"{count(side['dynamic_groups'], 'group')}, {size(side['dynamic_peak_bytes'])}")
     return [
         ("planner", of_both(_planner)),
-        ("requests", of_both(lambda side: f"{side['requests']:,}")),
-        ("lower bound", nbytes("lower_bound_bytes")),
         ("height", nbytes("height_bytes")),
+        ("in use at the peak", nbytes("live_peak_bytes")),
+        ("lower bound", nbytes("lower_bound_bytes")),
+        ("efficiency", of_both(lambda side: known(side["efficiency"], "{:.2%}".format))),
+        ("requests", of_both(lambda side: f"{side['requests']:,}")),
         ("fragmentation", of_both(lambda side: f"{side['fragmentation']:.2%}")),
         ("dynamic requests", dynamic + ("" if facts["same_dynamic_spaces"] else "; reusable space differs")),
     ]

@@ -10,7 +10,7 @@ from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import BUFFER, Problem, Solution, fragmentation
 from memplug.figures.words import Rows, bytes_by, held_rows
 from memplug.plans.schema import MemoryPlan
-from memplug.words import count, size
+from memplug.words import count, known, size
 
 
 def has_addresses(plan: MemoryPlan) -> bool:
@@ -25,18 +25,16 @@ def addresses_of(plan: MemoryPlan) -> AddressPlan:
 
 
 def heading(plan: AddressPlan) -> str:
-    """Return the plan in one line, such as "9,814 requests in 2.59 GiB, fragmentation 0.00 %, by search"."""
+    """Return the plan in one line, such as "2.59 GiB for 9,814 requests, efficiency 99.12%, by search"."""
     problem, solution = plan.problem, plan.solution
-    share = 100 * fragmentation(problem.lower_bound, solution.height)
-    words = f"{problem.requests:,} requests in {size(solution.height)}, fragmentation {share:.2f} %"
-    return f"{words}, by {solution.planner}"
+    words = f"{size(solution.height)} for {problem.requests:,} requests"
+    return f"{words}, efficiency {_share(plan.efficiency)}, by {solution.planner}"
 
 
 def summary(plan: MemoryPlan) -> dict[str, Any]:
     """Return the facts of the arena's part of a plan."""
     planned = addresses_of(plan)
     table = planned.problem.buffers
-    rooms = table["size"][table["room"]]
     reusable = [sum(end - start for start, end in group.spaces) for group in planned.dynamic]
     return {
         "has_addresses": has_addresses(plan),
@@ -47,8 +45,7 @@ def summary(plan: MemoryPlan) -> dict[str, Any]:
         "peak_bytes_by_layer": _held(planned, "layer"),
         "outliving_requests": int(table["outlives"].sum()),
         "outliving_bytes": int(table["size"][table["outlives"]].sum()),
-        "rooms": len(rooms),
-        "rooms_bytes": int(rooms.sum()),
+        "room_bytes": planned.problem.room_bytes,
         "reusable_least_bytes": min(reusable, default=0),
         "reusable_most_bytes": max(reusable, default=0),
     }
@@ -58,9 +55,11 @@ def addresses(plan: AddressPlan) -> dict[str, Any]:
     """Return the facts of a plan's addresses that `memplug plan`, `show` and `diff` share."""
     bound, solution = plan.problem.lower_bound, plan.solution
     return {
-        "requests": plan.problem.requests,
-        "lower_bound_bytes": bound,
         "height_bytes": int(solution.height),
+        "live_peak_bytes": int(plan.predictions.live_peak_bytes),
+        "efficiency": plan.efficiency,
+        "lower_bound_bytes": bound,
+        "requests": plan.problem.requests,
         "fragmentation": fragmentation(bound, int(solution.height)),
         "seconds": float(solution.seconds),
         "planner": solution.planner,
@@ -84,8 +83,9 @@ def rows(facts: dict[str, Any]) -> Rows:
     if not facts["has_addresses"]:
         return [("addresses", "none: no arena served this run")]
     found = [
-        ("requests", f"{facts['requests']:,}, the largest {size(facts['largest_request_bytes'])}"),
         ("arena", f"{size(facts['height_bytes'])} ({facts['height_bytes']:,} bytes)"),
+        efficiency_row(facts),
+        ("requests", f"{facts['requests']:,}, the largest {size(facts['largest_request_bytes'])}"),
         ("lower bound", f"{size(facts['lower_bound_bytes'])} ({facts['lower_bound_bytes']:,} bytes)"),
         ("fragmentation", f"{facts['fragmentation']:.4%}"),
         ("planner", f"{facts['planner']}, {ending(facts)}, in {facts['seconds']:.2f} s"),
@@ -99,8 +99,20 @@ def rows(facts: dict[str, Any]) -> Rows:
         groups = f"{count(facts['dynamic_requests'], 'request')} in {count(facts['dynamic_groups'], 'group')}"
         most = f"at most {size(facts['dynamic_peak_bytes'])} in use"
         found.append(("dynamic", f"{groups}, {most}; each group may reuse {room}"))
-        found.append(("  rooms", f"{facts['rooms']}, {size(facts['rooms_bytes'])} in all"))
+        found.append(("  room", f"at most {size(facts['room_bytes'])}" if facts["room_bytes"] else "none"))
     return found
+
+
+def efficiency_row(facts: dict[str, Any]) -> tuple[str, str]:
+    """Return the share of the arena that is in use at the recorded steps' peak, and the bytes, as (name, value)."""
+    most = f"at most {size(facts['live_peak_bytes'])} in use at once"
+    if facts["efficiency"] is None and facts["dynamic_groups"]:
+        return "efficiency", f"unknown, since there is no room for dynamic requests; {most}"
+    return "efficiency", f"{_share(facts['efficiency'])}, {most}"
+
+
+def _share(efficiency: float | None) -> str:
+    return known(efficiency, "{:.2%}".format)
 
 
 def _held(plan: AddressPlan, column: str) -> dict[str, int]:

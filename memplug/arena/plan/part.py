@@ -60,14 +60,16 @@ class PromisedBytes:
 
     Attributes:
         arena_bytes: bytes reserved: the height of the solution.
-        static_peak_bytes: the most bytes that planned requests have in use at once: the problem's lower bound.
+        static_peak_bytes: the most bytes that planned requests and the room have at once: the problem's lower bound.
         dynamic_peak_bytes: the most bytes that dynamic requests had in use at once in the recorded step.
+        live_peak_bytes: the most bytes that a recorded step had in use at once, with its dynamic requests.
         fragmentation: 1 - static_peak_bytes / arena_bytes.
     """
 
     arena_bytes: int
     static_peak_bytes: int
     dynamic_peak_bytes: int
+    live_peak_bytes: int
     fragmentation: float
 
 
@@ -136,6 +138,17 @@ class AddressPlan(PlanPart):
         )
         return cls(problem=problem, solution=solution, dynamic=head.dynamic, predictions=head.predictions)
 
+    @property
+    def efficiency(self) -> float | None:
+        """Return the share of the arena that is in use at the recorded steps' peak.
+
+        None: the plan has no room for its dynamic requests, so that torch reserves an unknown number of bytes for them.
+        """
+        height = self.solution.height
+        if not height or (self.dynamic and not self.problem.room_bytes):
+            return None
+        return self.predictions.live_peak_bytes / height
+
     def does_as(self, other: AddressPlan) -> bool:
         """Return whether both parts give the same requests the same addresses, and dynamic groups the same spaces."""
         return (
@@ -150,9 +163,21 @@ class AddressPlan(PlanPart):
 
 
 def address_plan(
-    problem: Problem, solution: Solution, dynamic: tuple[DynamicSpace, ...] = (), dynamic_peak_bytes: int = 0
+    problem: Problem,
+    solution: Solution,
+    dynamic: tuple[DynamicSpace, ...] = (),
+    dynamic_peak_bytes: int = 0,
+    live_peak_bytes: int = 0,
 ) -> AddressPlan:
-    """Return the arena's part of a plan for a solved problem, with its predictions."""
+    """Return the arena's part of a plan for a solved problem, with its predictions.
+
+    Args:
+        problem: the planned requests.
+        solution: their offsets.
+        dynamic: the spaces of dynamic requests.
+        dynamic_peak_bytes: see `PromisedBytes`.
+        live_peak_bytes: see `PromisedBytes`; at least what planned requests have in use is taken.
+    """
     return AddressPlan(
         problem=problem,
         solution=solution,
@@ -161,6 +186,7 @@ def address_plan(
             arena_bytes=solution.height,
             static_peak_bytes=problem.lower_bound,
             dynamic_peak_bytes=dynamic_peak_bytes,
+            live_peak_bytes=max(live_peak_bytes, dynamic_peak_bytes, problem.requested_peak_bytes),
             fragmentation=fragmentation(problem.lower_bound, solution.height),
         ),
     )

@@ -126,6 +126,11 @@ class Problem:
         return int((~self.buffers["room"]).sum())
 
     @cached_property
+    def requested_peak_bytes(self) -> int:
+        """Return the most bytes that requests have in use at once; rooms do not count."""
+        return int(live_bytes(self.buffers[~self.buffers["room"]])[1].max(initial=0))
+
+    @cached_property
     def room_bytes(self) -> int:
         """Return the most bytes that rooms have at once; 0 without rooms."""
         return int(live_bytes(self.buffers[self.buffers["room"]])[1].max(initial=0))
