@@ -115,14 +115,16 @@ class Arena:
     def serve(self, tables: ArenaTables) -> None:
         """Serve this plan from the next step on; blocks of earlier plans stay valid.
 
-        If the arena does not serve yet, torch first releases its cached memory, to make room.
+        If the arena does not serve yet, torch first releases its cached memory, to make room. If the arena gets other
+        memory than it had, torch then releases what it had, which would lie idle among torch's cached memory.
 
         Raises:
             ArenaError: the device has too little memory, or another library changed its allocator. The arena then
                 serves nothing.
         """
-        if self.device.type != "cpu" and not self.serving:
-            torch.get_device_module(self.device).empty_cache()
+        before = self.counters().reserved_bytes if self.serving else None
+        if before is None:
+            self._empty_cache()
         # This comes before `load_arena`, so that the arena's memory does not count as in use by training.
         if self._leave is None:
             try:
@@ -154,6 +156,12 @@ class Arena:
                 'Lower "device_budget_gib", so that less is kept on the device; or set "arena": {"enabled": false}, '
                 "which leaves all memory to torch's own allocator.",
             ) from None
+        if before not in (None, self.counters().reserved_bytes):
+            self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
 
     @property
     def serving(self) -> bool:
