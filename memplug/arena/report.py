@@ -25,6 +25,7 @@ class ArenaReport(FollowerReport):
         plans: plans made from a recorded step.
         amendments: plans made again with longer lifetimes or a larger room, without another recording.
         bytes: reserved now, with memory of earlier plans that is still in use.
+        room_bytes: the part of the plan in force that is for dynamic requests, at its highest.
         live_bytes: in use now.
         peak_bytes: the most in use since the last plan, in whole blocks.
         fragmentation: share of the reserved bytes that no block occupies now.
@@ -43,7 +44,7 @@ class ArenaReport(FollowerReport):
         native_reserved_bytes: reserved now by torch's own allocator; None where `native_bytes` is.
         efficiency: share of all reserved bytes, the arena's and torch's, that is in use when the arena has the most
             bytes in use; of the arena's alone where `native_bytes` is None (torch's allocator for the CPU reserves no
-            more than is in use); None while nothing is reserved.
+            more than is in use); None until a step has been served since the last plan.
         step_served: share of the last step's bytes that the arena served, without those of requests that outlive the
             step; None if there were none.
     """
@@ -53,6 +54,7 @@ class ArenaReport(FollowerReport):
     plans: int = 0
     amendments: int = 0
     bytes: int = 0
+    room_bytes: int = 0
     live_bytes: int = 0
     peak_bytes: int = 0
     fragmentation: float = 0.0
@@ -94,6 +96,7 @@ def report_of(
     plan: AddressPlan | None,
     native_bytes: int | None,
     native_reserved_bytes: int | None,
+    has_served: bool,
     **others: Any,
 ) -> ArenaReport:
     """Return the report of an arena from its counters.
@@ -104,18 +107,20 @@ def report_of(
         plan: the plan that the arena serves, or served last.
         native_bytes: see `ArenaReport`.
         native_reserved_bytes: see `ArenaReport`.
+        has_served: whether a step was served since the last plan.
         others: the fields that do not come from counters.
     """
     served_bytes = step.planned_bytes + step.dynamic_bytes + step.reusable_bytes
     asked_bytes = served_bytes + step.fallback_bytes
     reserved, efficiency = counters.reserved_bytes, None
-    if reserved:
+    if reserved and has_served:
         efficiency = (counters.peak_size + (native_bytes or 0)) / (reserved + (native_reserved_bytes or 0))
     return ArenaReport(
         native_bytes=native_bytes,
         native_reserved_bytes=native_reserved_bytes,
         efficiency=efficiency,
         bytes=reserved,
+        room_bytes=plan.problem.room_bytes if plan else 0,
         live_bytes=counters.live_bytes,
         peak_bytes=counters.peak_size,
         fragmentation=1 - counters.live_size / reserved if reserved else 0.0,

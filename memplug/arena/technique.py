@@ -125,6 +125,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._beginning = self._before = arena.counters()  # earlier sessions may have used the arena
         self.step = self._before.since(self._before)
         self._withheld: tuple[Pass, ...] = ()  # passes of the next step whose requests torch's allocator serves
+        self._has_served = False  # whether a step was served since the last install
         self._is_first = True  # whether the session's first step has not ended yet
         self._was_withheld = False  # whether the step that ended last had withheld passes
         self._room = LeftoverRoom(arena)
@@ -188,6 +189,7 @@ class PlannedAddresses(Technique[Addresses]):
         self.step, self._before = counters.since(self._before), counters
         self._was_withheld, self._withheld, self._is_first = bool(self._withheld), (), False
         self._steps += 1
+        self._has_served = self._arena.serving
         for count, how in (
             (self.step.written_freed, "after it was freed"),
             (self.step.written_beyond, "beyond its end"),
@@ -245,6 +247,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._arena.serve(part.tables)
         self._room.begin()
         self._lack = Lack()
+        self._has_served = False
         if not part.source:
             self._steps, self._mismatched_steps, self._patience = 0, 0, 1
         if self._is_first:
@@ -272,6 +275,7 @@ class PlannedAddresses(Technique[Addresses]):
         """Return the arena's report; see `memplug.arena.report`."""
         return report_of(
             *(self.counters, self.step, self.plan, self.native_bytes, self._arena.native_reserved_bytes()),
+            has_served=self._has_served,
             state=self.state.value,
             off_because=self.off_because or None,
             plans=self.plans,

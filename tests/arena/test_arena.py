@@ -391,3 +391,21 @@ def test_attaching_again_returns_the_existing_session() -> None:
         assert memplug.attach(model, ALONE) is session
     with memplug.attach(model, ALONE) as another:
         assert another is not session
+
+
+def test_efficiency_is_unknown_until_the_plan_has_served_a_step() -> None:
+    model, tokens = mixtral(), torch.Generator().manual_seed(1)
+    block, found = {**ALONE, "profiler": {"wait_for_plans": True}}, []
+    with memplug.attach(model, block) as session:
+        for _ in range(12):
+            batch = torch.randint(0, 64, (2, 16), generator=tokens)
+            model(batch, labels=batch).loss.backward()
+            model.zero_grad()
+            session.step()
+            found.append((session.report().arena, session.report().arena.plans + session.report().arena.amendments))
+    made = 0
+    for report, plans in found:
+        assert (report.efficiency is None) == (plans == 0 or plans > made), "no step was served since the last plan"
+        assert report.efficiency is None or 0.5 < report.efficiency <= 1
+        made = plans
+    assert found[-1][0].efficiency is not None
