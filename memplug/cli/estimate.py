@@ -92,7 +92,17 @@ def estimate(
         typer.Option(
             metavar="FILE",
             help="The values that a real step of the same model and sizes read, as `memplug.record_values` wrote them. "
-            "A Mixtral from Hugging Face needs them.",
+            "A Mixtral from Hugging Face needs them, or --routing.",
+        ),
+    ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ROUTING",
+            help="How tokens spread over a Mixtral's experts: even (each gets as many, in every step); uniform (each "
+            "token draws its experts, so that steps differ); zipf or zipf:EXPONENT (likewise; the first experts are "
+            "the most likely, and of expert parallel ranks the one with them is estimated). By default as the trace "
+            "says, else even.",
         ),
     ] = None,
     plan_dir: Annotated[
@@ -118,8 +128,9 @@ def estimate(
     memplug's plan (memplug).
     Estimates one rank's step (forward, backward, optimizer) of a Llama or Qwen3 from Hugging Face, or with --trace of a
     Mixtral. With --tensor, --pipeline, --expert or --context, and for a Mixtral without --trace, estimates the model of
-    Megatron-Core, with tokens spread evenly over experts. For a pipeline, shows the step of the slowest stage, bubble
-    included, and the memory of the stage that needs most. All figures are predictions.
+    Megatron-Core, with tokens spread over experts by --routing. With --routing and --gpus alone, DeepSpeed trains a
+    Mixtral from Hugging Face whose experts run one after the other. For a pipeline, shows the step of the slowest
+    stage, bubble included, and the memory of the stage that needs most. All figures are predictions.
     Exit code 0: done; 1: an input is not usable, or no mode fits.
     """
     with collected_warnings() as warnings, refusing():
@@ -135,6 +146,7 @@ def estimate(
                 "attention": attention,
                 "plan_dir": plan_dir,
                 "trace": trace,
+                "routing": routing,
                 **({"host_bytes": host_gib * 2**30} if host_gib is not None else {}),
             },
             layers=layers,
@@ -240,6 +252,8 @@ def _asked(
         )
     if trace is not None and (split or not head):
         raise typer.BadParameter("works only for a whole model from Hugging Face", param_hint="--trace")
+    if trace is not None and request["routing"] is not None:
+        raise typer.BadParameter("a trace has a routing of its own", param_hint="--routing")
     shape, settings = Shape.read(model), read_json(ds_json) if ds_json is not None else {}
     block = read_ds_config(settings) if "memplug" in settings else None
     defaults = {
@@ -247,14 +261,17 @@ def _asked(
         "seq_len": shape.fields.get("max_position_embeddings", 4096),
         "micro_batch": given["micro_batch"] or micro_batch_of(settings, gpus if not split else None),
     }
+    if request["routing"] is not None and not shape.is_mixture:
+        raise typer.BadParameter("works only for a mixture of experts", param_hint="--routing")
     values = Values.read(trace) if trace is not None else None
+    asked = EstimateRequest.of(block, **request)
     fields = {**given, **{name: given[name] or default for name, default in defaults.items()}}
-    workload = Workload(shape=shape, dtype=dtype_of(settings), values=values, **fields)
+    workload = Workload(shape=shape, dtype=dtype_of(settings), values=values, routing=asked.routing, **fields)
     layout = layouts.layout_of(workload, split, gpus) if trace is None else None
     if given["loss_tiles"] > 1 and (layout is not None or trace is not None or not head):
         raise typer.BadParameter("works only for a head of Hugging Face's, without --trace", param_hint="--tiled-loss")
     micro_batches = layouts.micro_batches_of(layout, settings)
-    return _Asked(workload, EstimateRequest.of(block, **request), settings, gpus, layout, micro_batches)
+    return _Asked(workload, asked, settings, gpus, layout, micro_batches)
 
 
 def _modes(asked: str) -> tuple[str, ...]:

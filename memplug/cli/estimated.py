@@ -27,6 +27,7 @@ def facts_of(
         gpus: Number of ranks of DeepSpeed's engine; None: the estimate is without it.
     """
     names = ("step_s", "flops", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
+    arena = ("arena_bytes", "arena_room_bytes")
     more = ("arena_off_because", "host_bytes", "to_host_bytes", "to_device_bytes", "bound", "fits", "bubble_s")
     hardware = found.hardware
     rank = f"one {hardware.name}"
@@ -39,7 +40,7 @@ def facts_of(
         "device_bytes": int(hardware.memory_bytes),
         "modes": {
             mode: {
-                **{name: getattr(each, name) for name in (*names, *more)},
+                **{name: getattr(each, name) for name in (*names, *arena, *more)},
                 "over_keep": found.over_keep(mode),
                 "model_flops_utilization": found.utilization(mode, hardware.peak_flops),
                 **largest.get(mode, {}),
@@ -74,6 +75,9 @@ def table_of(facts: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     modes = list(facts["modes"])
     if facts.get("stages"):
         rows.insert(1, ("pipeline bubble in it", lambda each: duration(each["bubble_s"])))
+    if any(each["arena_room_bytes"] for each in facts["modes"].values()):
+        at = [name for name, _ in rows].index("reserved with the arena")
+        rows.insert(at + 1, ("  room for experts in it", lambda each: size(each["arena_room_bytes"])))
     if not all("longest_seq_len" in each for each in facts["modes"].values()):
         rows = rows[:-2]
     return ["", *modes], [[name, *(words(facts["modes"][mode]) for mode in modes)] for name, words in rows]

@@ -39,6 +39,7 @@ def words_of(workload: "Workload", *, optimizer: bool = True, micro_batches: int
         f"{workload.layers} layers of {workload.shape.fields['hidden_size']:,}",
         f"{several}{workload.micro_batch} × {workload.seq_len:,} tokens",
         workload.dtype,
+        *([f"{workload.routing} routing"] if workload.routing is not None else []),
         *(["head"] if workload.head else []),
         *([f"loss in {workload.loss_tiles} tiles"] if workload.loss_tiles > 1 else []),
         *(["AdamW"] if workload.optimizer and optimizer else []),
@@ -52,7 +53,7 @@ def facts_of(found: "Estimate", workload: "Workload", layout: "RankLayout", micr
 
     several = f"one of {layout.gpus} {found.hardware.name}" if layout.gpus > 1 else f"one {found.hardware.name}"
     rank = ", ".join(filter(None, (several, "Megatron-Core", str(layout))))
-    names = ("step_s", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes")
+    names = ("step_s", "peak_allocated_bytes", "peak_reserved_bytes", "arena_reserved_bytes", "arena_room_bytes")
     return {
         "title": f"Predicted for {rank}: {words_of(workload, micro_batches=micro_batches)}",
         "layout": {**dataclasses.asdict(layout), "data": layout.data, "micro_batches": micro_batches},

@@ -16,6 +16,7 @@ from tests.support.folders import ROOT
 
 pytest.importorskip("transformers")
 MODEL = ROOT / "configs" / "models" / "tiny.yaml"
+MIXTURE = str(ROOT / "configs" / "models" / "mixtral_tiny.yaml")
 
 
 @pytest.mark.long
@@ -160,6 +161,28 @@ def test_mixtral_defaults_to_megatron_and_needs_a_trace_with_deepspeed(tmp_path:
     assert told.exit_code == 1 and "--trace" in told.stderr and "Traceback" not in told.stderr
 
 
+def test_routing_puts_a_room_for_experts_into_reserved_memory(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "ds.json").write_text((ROOT / "configs" / "ds_tiny.json").read_text())
+    words = [tmp_path / "ds.json", "--model", MIXTURE, "--gpus", 2, "--layers", 2, "--seq-len", 256, "--mode", "keep"]
+    told = run_command(tmp_path, ["estimate", *words, "--routing", "uniform", "--json", tmp_path / "found"])
+    assert told.exit_code == 0 and "uniform routing" in told.stdout, told.stderr
+    found = json.loads((tmp_path / "found").read_text())["modes"]["keep"]
+    assert 0 < found["arena_room_bytes"] < found["arena_bytes"] < found["arena_reserved_bytes"]
+    assert "room for experts in it" in told.stdout
+
+
+@pytest.mark.long
+def test_pipeline_of_expert_parallel_ranks_recomputes_drawn_routings(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    words = ["--model", MIXTURE, "--layers", 4, "--seq-len", 256, "--expert", 2, "--pipeline", 2, "--mode", "full"]
+    told = run_command(tmp_path, ["estimate", *words, "--routing", "uniform", "--json", tmp_path / "found"])
+    assert told.exit_code == 0, told.stderr
+    facts = json.loads((tmp_path / "found").read_text())
+    rooms = [stage["full"]["arena_room_bytes"] for stage in facts["stages"].values()]
+    assert facts["modes"]["full"]["arena_room_bytes"] == max(rooms) and min(rooms) > 0
+
+
 RECORDS = """
 import sys, torch, yaml, memplug
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -205,6 +228,9 @@ def test_hugging_face_mixtral_is_estimated_from_a_value_trace(tmp_path: Path) ->
         (["--trace", "absent.json"], 1, "absent.json: unreadable"),
         (["--trace", "absent.json", "--tensor", "2"], 2, "--trace"),
         (["--trace", "absent.json", "--no-head"], 2, "whole model"),
+        (["--trace", "absent.json", "--routing", "even"], 2, "--routing"),
+        (["--routing", "uniform"], 2, "works only for a mixture"),
+        (["--model", MIXTURE, "--routing", "zippy"], 1, "there is no routing 'zippy'"),
         (["--tensor", "2", "--plan-dir", "plans"], 1, "no plan can be written for Megatron-Core's ranks"),
         (["--mode", "kept"], 2, "'kept' is none of"),
         (["--model", "absent.yaml"], 1, "absent.yaml"),

@@ -129,9 +129,10 @@ def megatron(layout: dict[str, Any], device: str) -> Requests:
 def _balanced(device: str) -> Iterator[None]:
     """Route equally many tokens to all experts inside the `with`."""
     if device == "virtual":
-        from memplug.predict.virtual.experts import evenly
+        from memplug.predict.virtual.experts import routed
+        from memplug.predict.virtual.routing import Routing
 
-        with evenly(EXPERTS["num_experts_per_tok"], EXPERTS["num_local_experts"]):
+        with routed(Routing(), EXPERTS["num_experts_per_tok"], EXPERTS["num_local_experts"]):
             yield
         return
     from megatron.core.transformer.moe.router import TopKRouter

@@ -217,7 +217,7 @@ MEGATRON = Package(
         "memplug/predict/virtual/experts.py": (
             f"{_DISPATCHER}.preprocess(routing_map)",
             *members(f"{_DISPATCHER}.", "drop_and_pad", "config", "num_experts", "local_expert_indices", "ep_size"),
-            *members(f"{_DISPATCHER}.", "tp_size", "input_splits", "output_splits", "output_splits_tp"),
+            *members(f"{_DISPATCHER}.", "tp_size", "tp_rank", "input_splits", "output_splits", "output_splits_tp"),
             *members(f"{_DISPATCHER}.", "num_local_experts", "num_global_tokens_per_local_expert"),
             f"{_CONFIG}.moe_router_topk",
         ),

@@ -12,8 +12,10 @@ from torch import nn
 
 from memplug.errors import EstimateError
 from memplug.predict.estimator.calls import Calls, ModuleCall, line
+from memplug.predict.estimator.routed_experts import RoutedExperts
 from memplug.predict.estimator.values import COPY, NUMBER, Output, Read, Values, modules_of
 from memplug.predict.virtual import VirtualDevice
+from memplug.predict.virtual.routing import Routing
 
 Reads = dict[tuple[str, str], list[Read]]
 """Reads by line and operator."""
@@ -29,14 +31,16 @@ class Answers:
     Args:
         values: The trace; None: the device makes values up. Then each number is 1, and `VirtualDevice.assume_true` sets
             the fraction of a mask's elements that are true.
+        routing: How tokens spread over experts that run in a loop; None: their reads are answered as all others.
 
     Attributes:
         made_up: The operators that read a made-up value in a forward, each with its source line, such as "aten::nonzero
             at model.py:12". Reads of a condition, such as `if mask.any()`, are left out. Empty if there is a trace.
     """
 
-    def __init__(self, values: Values | None):
-        self._values = values
+    def __init__(self, values: Values | None, routing: Routing | None = None):
+        self._values, self._routing = values, routing
+        self._experts: RoutedExperts | None = None
         self._calls_read = (
             {path: [_by_line(call) for call in calls] for path, calls in values.calls.items()} if values else {}
         )
@@ -55,15 +59,20 @@ class Answers:
         modules = modules_of(model)
         if self._values is None:
             modules = {"": modules[""]}
+        self._experts = RoutedExperts(self._routing) if self._routing is not None else None
+        watching = self._experts.watching(model) if self._experts is not None else contextlib.nullcontext()
         self._calls = Calls(modules, ended=self._check)
         device.answer_by(self._answer)
         try:
-            yield
+            with watching:
+                yield
         finally:
             device.answer_by(None)
             self._calls.undo()
 
     def _answer(self, work: Any, waits: bool) -> list[torch.Tensor] | None:
+        if self._experts is not None and (answered := self._experts.answer(work)) is not None:
+            return answered
         call, at = self._calls.now, (line(), work.name)
         if self._values is None and call is not None and call.path is not None:
             told = f"{work.name} at {at[0]}"

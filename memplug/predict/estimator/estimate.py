@@ -34,6 +34,7 @@ from memplug.session.table import Stage
 MOST_STEPS = 60  # upper limit of steps until memplug has planned decisions and addresses
 LASTING_STEPS = 1  # steps until optimizer states and gradients exist
 SERVED_STEPS = 2  # first steps with the arena; its reservation may still cause a replan in them
+ROOM_STEPS = 8  # steps after which an arena's room counts as large enough, if it did not grow in them
 KEEPING_STEPS = 4  # further steps, in which memplug writes the plan to disk
 AnswersTo = Callable[[VirtualDevice, nn.Module], contextlib.AbstractContextManager[Any]]
 
@@ -54,6 +55,7 @@ def estimate(
     host_bytes: float = UNLIMITED_BYTES,
     plan_dir: str | Path | None = None,
     trace: str | Path | None = None,
+    routing: str | None = None,
     tell: Callable[[str], None] = lambda mode: None,
 ) -> Estimate:
     """Estimate time and memory of any module's training step on a GPU, without needing that GPU.
@@ -82,6 +84,9 @@ def estimate(
             tensor values from it. None: the device makes values up: a number is 1, a condition is true, and so is every
             element of a mask. One warning names the source lines where this may change the step. Most other operators
             that need values fail.
+        routing: How tokens spread over the experts of a Hugging Face mixture that run in a loop: "even", "uniform",
+            "zipf" or, for example, "zipf:0.5" (see `Routing`). Unless it is even, each step draws other numbers of
+            tokens, and the arena has a room for them. None: the experts' reads are answered as all others, see `trace`.
         tell: Called with the name of each mode before the mode runs.
 
     Returns:
@@ -90,13 +95,21 @@ def estimate(
     Raises:
         ConfigError: The block cannot be used.
         EstimateError: A mode's name is unknown; an operator needs values that are not in the trace; the trace belongs
-            to another step; the DeepSpeed JSON asks for offloading; or the arguments contradict each other.
+            to another step; the model has no experts to route to; the DeepSpeed JSON asks for offloading; or the
+            arguments contradict each other.
         HardwareError: The GPU or its attention back end is unknown, or the virtual device cannot be made (see
             `VirtualDevice`).
         RegionError: No decoder layers were found.
     """
     request = EstimateRequest.of(
-        config, gpu, modes, attention=attention, host_bytes=host_bytes, plan_dir=plan_dir, trace=trace
+        config,
+        gpu,
+        modes,
+        attention=attention,
+        host_bytes=host_bytes,
+        plan_dir=plan_dir,
+        trace=trace,
+        routing=routing,
     )
     return estimate_model(
         make_model, example_inputs, request, make_optimizer=make_optimizer, engine=engine, gpus=gpus, tell=tell
@@ -142,7 +155,7 @@ def estimate_model(
         settings = engines.settings_of(engine, engines.micro_batch_of(engine, gpus), gpus)
         make_training = functools.partial(engines.EngineTraining, make_model, example_inputs, settings)
         rank = functools.partial(engines.rank_of, gpus)
-    answers = Answers(Values.read(request.trace) if request.trace is not None else None)
+    answers = Answers(Values.read(request.trace) if request.trace is not None else None, request.routing)
     found = estimate_training(make_training, request, rank=rank, answers_to=answers.to, tell=tell)
     if answers.made_up:
         text = (
@@ -237,14 +250,15 @@ def _estimated(
 def _attached(device: VirtualDevice, training: VirtualTraining, mode: str, block: MemplugConfig) -> ModeEstimate:
     with attach(training.target, block) as session:
         step = functools.partial(_step, training, session)
-        plain, plan, served = None, None, 0
+        plain, plan, served, amendments = None, None, 0, 0
         for _ in range(MOST_STEPS):
             report = session.report()
             state, plans = report.arena.state, report.replans
-            served = served + 1 if state == "serving" else 0
+            served = served + 1 if state == "serving" and report.arena.amendments == amendments else 0
+            amendments, enough = report.arena.amendments, ROOM_STEPS if report.arena.room_bytes else SERVED_STEPS
             if plan != plans and session.stage is Stage.STABLE and session.steps >= LASTING_STEPS:
                 plain, plan = _measured(device, training, step, mode, session, None), plans
-            elif plan == plans and (served > SERVED_STEPS or state == "off"):
+            elif plan == plans and (served > enough or state == "off"):
                 break
             else:
                 step()
@@ -317,6 +331,8 @@ def _measured(
         peak_allocated_bytes=plain.peak_allocated_bytes if plain is not None else usage.allocated_peak,
         peak_reserved_bytes=plain.peak_reserved_bytes if plain is not None else usage.reserved_peak,
         arena_reserved_bytes=usage.reserved_peak if plain is not None else None,
+        arena_bytes=after["arena_bytes"] if plain is not None else 0,
+        arena_room_bytes=after["arena_room_bytes"] if plain is not None else 0,
         host_bytes=after.get("host_pool_bytes", 0),
         to_host_bytes=_change(before, after, "offloaded_bytes", "swap_released_bytes"),
         to_device_bytes=_change(before, after, "prefetched_bytes", "swap_prefetched_bytes"),

@@ -16,24 +16,26 @@ from memplug.predict.estimator.training import VirtualTraining, unable
 from memplug.predict.estimator.workload import DTYPES, Workload
 from memplug.predict.virtual import VirtualDevice
 from memplug.predict.virtual.as_cuda import as_cuda
-from memplug.predict.virtual.experts import evenly
+from memplug.predict.virtual.experts import routed
 from memplug.predict.virtual.ranks import joined
 from memplug.predict.virtual.replacing import replaced
+from memplug.predict.virtual.routing import Routing
 from memplug.session.ranks import Ranks
 
 MEGATRON = "megatron-core 0.16"
 
 
 @contextlib.contextmanager
-def rank_of(layout: RankLayout, stage: int, workload: Workload) -> Iterator[None]:
+def rank_of(layout: RankLayout, stage: int, workload: Workload, micro_batches: int) -> Iterator[None]:
     """Make this process the first rank of a pipeline stage for Megatron-Core inside the context.
 
-    The virtual device must exist. Tokens are spread evenly over the experts of a mixture.
+    The virtual device must exist. Tokens are spread over the experts of a mixture by the workload's routing.
 
     Args:
         layout: How the model is split over the ranks.
         stage: The pipeline stage.
         workload: The whole model and its batch.
+        micro_batches: Micro-batches of a step on each data-parallel rank.
 
     Raises:
         EstimateError: Megatron-Core is not installed.
@@ -49,7 +51,8 @@ def rank_of(layout: RankLayout, stage: int, workload: Workload) -> Iterator[None
         stack.enter_context(_without_reading())
         if workload.shape.is_mixture:
             fields = workload.shape.fields
-            stack.enter_context(evenly(fields["num_experts_per_tok"], fields["num_local_experts"]))
+            sizes = fields["num_experts_per_tok"], fields["num_local_experts"]
+            stack.enter_context(routed(workload.routing or Routing(), *sizes, micro_batches))
         yield
 
 

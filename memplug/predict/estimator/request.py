@@ -12,6 +12,7 @@ from memplug.errors import EstimateError
 from memplug.files import path_of
 from memplug.predict.estimator.modes import MODES
 from memplug.predict.virtual import GpuProfile
+from memplug.predict.virtual.routing import Routing
 
 UNLIMITED_BYTES = float(1 << 62)
 
@@ -28,10 +29,11 @@ class EstimateRequest:
         host_bytes: Host memory available to one rank.
         plan_dir: The folder for memplug's plan; None: the plan is not written.
         trace: The file of a trace of values, which `record_values` wrote; None: no trace.
+        routing: How tokens spread over the experts of a mixture; None: as the trace says, or evenly.
 
     Raises:
-        EstimateError: A mode's name is unknown, a folder for plans is given without mode "memplug", or host memory is
-            negative.
+        EstimateError: A mode's name is unknown, a folder for plans is given without mode "memplug", host memory is
+            negative, or there are both a trace and a routing.
     """
 
     config: MemplugConfig
@@ -41,6 +43,7 @@ class EstimateRequest:
     host_bytes: float = UNLIMITED_BYTES
     plan_dir: Path | None = None
     trace: str | Path | None = None
+    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         """Check modes, folder and host memory."""
@@ -51,6 +54,8 @@ class EstimateRequest:
             raise EstimateError(
                 "none of these modes makes a plan to write", "Estimate mode memplug, or leave out plan_dir."
             )
+        if self.trace is not None and self.routing is not None:
+            raise EstimateError("a trace of values has a routing of its own", "Leave out the trace or the routing.")
         if not self.host_bytes >= 0:
             raise EstimateError(f"host memory is {self.host_bytes} bytes", "Give 0 or a positive number.")
 
@@ -62,6 +67,7 @@ class EstimateRequest:
         modes: Sequence[str],
         *,
         plan_dir: str | Path | None = None,
+        routing: str | None = None,
         **more: Any,
     ) -> EstimateRequest:
         """Read the block, the GPU's profile and the folder, and return the request.
@@ -71,11 +77,12 @@ class EstimateRequest:
             gpu: See `memplug.estimate`.
             modes: Names from `MODES`, in the order in which they are estimated.
             plan_dir: The folder for memplug's plan; None: the plan is not written.
+            routing: See `Routing.of`; None: as the trace says, or evenly.
             **more: The other fields of `EstimateRequest`.
 
         Raises:
             ConfigError: The block cannot be used.
-            EstimateError: See `EstimateRequest`; or `plan_dir` is not a path.
+            EstimateError: See `EstimateRequest` and `Routing.of`; or `plan_dir` is not a path.
             HardwareError: The GPU is unknown.
         """
         return cls(
@@ -83,5 +90,6 @@ class EstimateRequest:
             hardware=gpu if isinstance(gpu, GpuProfile) else GpuProfile.named(gpu),
             modes=tuple(modes),
             plan_dir=path_of(plan_dir, "folder of plans", EstimateError) if plan_dir is not None else None,
+            routing=Routing.of(routing) if routing is not None else None,
             **more,
         )

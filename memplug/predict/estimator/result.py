@@ -40,6 +40,8 @@ class ModeEstimate:
         peak_reserved_bytes: Peak device memory that torch's caching allocator reserves, without the arena.
         arena_reserved_bytes: Peak device memory that is reserved if the arena serves the step; None: the arena does not
             serve.
+        arena_bytes: Device memory of the arena alone; 0: the arena does not serve.
+        arena_room_bytes: The part of the arena for dynamic requests, whose sizes differ from step to step.
         arena_off_because: Why the arena does not serve; "" if it serves.
         host_bytes: Pinned host memory that memplug uses.
         to_host_bytes: Bytes that memplug copies from device to host in the step.
@@ -67,6 +69,8 @@ class ModeEstimate:
     schedule_s: float | None = None
     bubble_s: float = 0.0
     arena_off_because: str = ""
+    arena_bytes: int = 0
+    arena_room_bytes: int = 0
 
 
 @dataclass(frozen=True)

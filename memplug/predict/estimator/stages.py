@@ -18,7 +18,10 @@ from memplug.predict.estimator.request import EstimateRequest
 from memplug.predict.estimator.result import Estimate, ModeEstimate
 from memplug.predict.estimator.workload import Workload
 
-LARGEST = ("peak_allocated_bytes", "peak_reserved_bytes", "host_bytes", "to_host_bytes", "to_device_bytes")
+LARGEST = (
+    *("peak_allocated_bytes", "peak_reserved_bytes", "arena_bytes", "arena_room_bytes"),
+    *("host_bytes", "to_host_bytes", "to_device_bytes"),
+)
 """Fields of `ModeEstimate` whose value for a pipeline is the largest of all stages."""
 
 
@@ -56,7 +59,7 @@ def estimate_megatron(
     stages = {}
     for stage in layout.stages:
         say(f"stage {stage}" if layout.pipeline > 1 else ", ".join(request.modes))
-        rank = functools.partial(megatron.rank_of, layout, stage, workload)
+        rank = functools.partial(megatron.rank_of, layout, stage, workload, micro_batches)
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_quietly) as pool:
             stages[stage] = pool.submit(estimate_training, make_training, request, rank=rank).result()
     return of_all(stages, layout, micro_batches) if layout.pipeline > 1 else stages[0]

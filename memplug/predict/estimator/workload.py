@@ -14,6 +14,7 @@ from memplug.errors import EstimateError
 from memplug.predict.estimator.shapes import Shape, needed
 from memplug.predict.estimator.tiled_loss import tile_loss
 from memplug.predict.estimator.values import Values
+from memplug.predict.virtual.routing import Routing
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -31,7 +32,9 @@ class Workload:
         head: Whether the model has an embedding, a head and a loss; otherwise only decoder layers train.
         optimizer: Whether AdamW updates the model, with states in the parameters' dtype; without it gradients stay from
             step to step.
-        values: The trace of values of a real step, which a Hugging Face Mixtral needs; None: no trace.
+        values: The trace of values of a real step; None: no trace.
+        routing: How tokens spread over the experts of a mixture; None: as the trace says, or evenly. A Hugging Face
+            Mixtral needs a trace or a routing.
         loss_tiles: The number of tiles in which a Hugging Face model computes logits and loss (`tile_loss`).
     """
 
@@ -43,20 +46,23 @@ class Workload:
     head: bool = True
     optimizer: bool = True
     values: Values | None = None
+    routing: Routing | None = None
     loss_tiles: int = 1
 
     def make_model(self) -> nn.Module:
         """Make the model on the default device.
 
         Raises:
-            EstimateError: transformers is missing, or the model is a Mixtral and there is no trace of values.
+            EstimateError: transformers is missing; or the model is a Mixtral, and there is neither a trace of values
+                nor a routing.
         """
         is_mixture, values = self.shape.is_mixture, self.values
-        if is_mixture and values is None:
+        if is_mixture and values is None and self.routing is None:
             raise EstimateError(
                 "a Mixtral routes its tokens to experts by their values, and the virtual device has no values",
-                "Record those of a real step with `memplug.record_values`, and pass the file with --trace; or estimate "
-                "Megatron-Core's Mixtral: `memplug estimate` without a DeepSpeed engine, or with --expert; "
+                "Choose a --routing; or record the values of a real step with `memplug.record_values`, and pass the "
+                "file with --trace; or estimate Megatron-Core's Mixtral: `memplug estimate` without a DeepSpeed "
+                "engine, or with --expert; "
                 "`memplug tune` estimates a Mixtral by its parts.",
                 code="MP028",
             )
@@ -66,8 +72,11 @@ class Workload:
         config = getattr(transformers, f"{name}Config")(**fields, use_cache=False, attn_implementation="sdpa")
         with by_default(DTYPES[self.dtype]):
             model = getattr(transformers, f"{name}ForCausalLM" if self.head else f"{name}Model")(config)
-        if is_mixture and any(path.endswith(".experts") for path in values.calls):
-            model.set_experts_implementation("eager")  # as in the recorded step: one expert after the other
+        is_looped = self.routing is not None or (
+            values is not None and any(path.endswith(".experts") for path in values.calls)
+        )
+        if is_mixture and is_looped:
+            model.set_experts_implementation("eager")  # one expert after the other, as in the recorded step
         return tile_loss(model.train(), self.loss_tiles) if self.head else _DecoderStack(model.train())
 
     def inputs(self) -> dict[str, torch.Tensor]:

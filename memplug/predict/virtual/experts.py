@@ -1,40 +1,47 @@
-"""Spreads tokens evenly over experts on the virtual device, as a balanced router does.
+"""Spreads tokens over experts on the virtual device, as a router does.
 
-A router's choice depends on values, which the virtual device does not have. Only this file makes an assumption about
-that choice:
+A router's choice depends on values, which the virtual device does not have. A `Routing` says what is assumed about that
+choice:
 
-    with evenly(chosen=2, experts=8):
+    with routed(Routing(kind="uniform"), chosen=2, experts=8):
         train()
 
-From a rank with `tokens` tokens, each expert then gets `tokens * chosen / experts`. Megatron-Core's all-to-all
-dispatcher gets these numbers instead of the counts that it reads from the device. Operators that choose by a mask treat
-the fraction `chosen / experts` of the mask as true.
+Megatron-Core's all-to-all dispatcher gets drawn numbers of tokens instead of the counts that it reads from the device.
+Operators that choose by a mask treat the fraction `chosen / experts` of the mask as true.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from memplug.predict.virtual import VirtualDevice
 from memplug.predict.virtual.replacing import replaced
+from memplug.predict.virtual.routing import Draws, Routing
+from memplug.torch_private import current_graph_task_id
 
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 
 @contextlib.contextmanager
-def evenly(chosen: int, experts: int) -> Iterator[None]:
-    """Spread tokens evenly over experts inside the context.
+def routed(routing: Routing, chosen: int, experts: int, micro_batches: int = 1) -> Iterator[None]:
+    """Spread tokens over experts inside the context.
 
     If Megatron-Core trains, import it before entering the context. The virtual device must exist.
 
     Args:
+        routing: How tokens spread over experts.
         chosen: The number of experts that each token goes to.
         experts: The number of all experts.
+        micro_batches: The number of micro-batches of a step; backwards run in the order of their forwards.
     """
     device, dispatchers = VirtualDevice.current(), sys.modules.get(DISPATCHER)
     device.assume_true(chosen / experts)
@@ -42,46 +49,64 @@ def evenly(chosen: int, experts: int) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if dispatchers is not None:
                 owner = dispatchers.MoEAlltoAllTokenDispatcher
-                stack.enter_context(replaced(owner, "preprocess", _counted(owner.preprocess), "megatron-core 0.16"))
+                run = _counted(owner.preprocess, Draws(routing), micro_batches)
+                stack.enter_context(replaced(owner, "preprocess", run, "megatron-core 0.16"))
             yield
     finally:
         device.assume_true(1.0)
 
 
-def _counted(preprocess: Any) -> Any:
-    """Wrap the dispatcher's `preprocess` so that it counts tokens as spread evenly over experts.
+@dataclass(slots=True)
+class _Drawn:
+    """The draws of one dispatcher in one step.
 
-    `preprocess` still runs, because its operators are part of the step.
+    Attributes:
+        forwards: Forwards in this step.
+        waiting: The draws of forwards that no recompute pass has repeated, in order.
     """
+
+    forwards: int = 0
+    waiting: deque[np.ndarray] = field(default_factory=deque)
+
+
+def _counted(preprocess: Any, draws: Draws, micro_batches: int) -> Any:
+    """Wrap the dispatcher's `preprocess` so that it counts tokens as they are drawn.
+
+    `preprocess` still runs, because its operators are part of the step. A recompute pass gets its forward's counts.
+    """
+    of_dispatcher: WeakKeyDictionary[Any, _Drawn] = WeakKeyDictionary()
+
+    def sent(dispatcher: Any, tokens: int) -> np.ndarray:
+        """Return the tokens that each rank sends to each expert, int64[tensor, expert parallel ranks, experts]."""
+        drawn = of_dispatcher.setdefault(dispatcher, _Drawn())
+        if current_graph_task_id() != -1:
+            return drawn.waiting.popleft()
+        if drawn.forwards == micro_batches:
+            drawn.forwards = 0
+            drawn.waiting.clear()
+        drawn.forwards += 1
+        ranks, experts = dispatcher.tp_size * dispatcher.ep_size, dispatcher.num_experts
+        counts = np.stack([draws.counts(tokens, dispatcher.config.moe_router_topk, experts) for _ in range(ranks)])
+        drawn.waiting.append(counts.reshape(dispatcher.tp_size, dispatcher.ep_size, experts))
+        return drawn.waiting[-1]
 
     def run(self: Any, routing_map: torch.Tensor) -> torch.Tensor:
         counts = preprocess(self, routing_map)
         if self.drop_and_pad:
             return counts  # each expert gets as many tokens as its capacity
-        given = _shared(routing_map.shape[0] * self.config.moe_router_topk, self.num_experts)
-        mine = given[self.local_expert_indices[0] : self.local_expert_indices[-1] + 1]
-        ranks = self.ep_size * self.tp_size
-        if ranks > 1:
-            self.input_splits = given.view(self.ep_size, -1).sum(1).numpy()
-            self.output_splits = mine.sum().expand(self.ep_size).numpy()
-            self.output_splits_tp = (mine.sum() * self.ep_size).expand(self.tp_size).numpy()
+        given = sent(self, routing_map.shape[0])
+        mine = given[..., self.local_expert_indices[0] : self.local_expert_indices[-1] + 1]
+        if self.ep_size * self.tp_size > 1:
+            own = given[self.tp_rank, self.local_expert_indices[0] // self.num_local_experts]
+            self.input_splits = own.reshape(self.ep_size, -1).sum(1)
+            self.output_splits = mine[self.tp_rank].sum(1)
+            self.output_splits_tp = mine.sum((1, 2))
         if self.num_local_experts > 1:
-            self.num_global_tokens_per_local_expert = mine.expand(ranks, -1).contiguous()
-        return mine * ranks
+            self.num_global_tokens_per_local_expert = _on_cpu(mine.reshape(-1, self.num_local_experts))
+        return _on_cpu(mine.sum((0, 1)))
 
     return run
 
 
-def _shared(tokens: int, experts: int) -> torch.Tensor:
-    """Return each expert's number of tokens; if the division leaves a remainder, the first experts get one more.
-
-    Args:
-        tokens: The number of all tokens, each counted once for each of its experts.
-        experts: The number of experts.
-
-    Returns:
-        int64[experts], on the CPU.
-    """
-    counts = torch.full((experts,), tokens // experts, dtype=torch.long, device="cpu")
-    counts[: tokens % experts] += 1
-    return counts
+def _on_cpu(counts: np.ndarray) -> torch.Tensor:
+    return torch.tensor(counts, dtype=torch.long, device="cpu")

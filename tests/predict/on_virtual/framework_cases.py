@@ -7,8 +7,9 @@ import torch
 
 from memplug.predict.virtual import VirtualDevice
 from memplug.predict.virtual.as_cuda import as_cuda
-from memplug.predict.virtual.experts import evenly
+from memplug.predict.virtual.experts import routed
 from memplug.predict.virtual.ranks import joined
+from memplug.predict.virtual.routing import Routing
 from tests.support import hosts
 from tests.support.virtual_devices import MIB, SIMPLE, seconds
 
@@ -34,7 +35,7 @@ def test_cuda_program_runs_and_torch_cuda_is_restored(device: VirtualDevice) -> 
 
 def test_evenly_routed_mask_selects_each_experts_share_of_tokens(device: VirtualDevice) -> None:
     tokens, mask = torch.empty(8, 16, device="virtual"), torch.empty(8, 16, dtype=torch.bool, device="virtual")
-    with evenly(chosen=2, experts=8):
+    with routed(Routing(), chosen=2, experts=8):
         assert len(tokens.masked_select(mask)) == 8 * 16 * 2 // 8
     assert len(tokens.masked_select(mask)) == 8 * 16
 

@@ -54,7 +54,7 @@ if child:
 
 
 CASES = [
-    *"time_and_memory operator h200 ranks framework values megatron qwen3 memplug".split(),
+    *"time_and_memory operator h200 ranks framework values megatron qwen3 memplug routing".split(),
     pytest.param("estimator", marks=pytest.mark.long),
 ]
 

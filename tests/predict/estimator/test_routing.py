@@ -1,0 +1,20 @@
+"""The arena that is predicted for a mixture of experts, compared with that of a real training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.forking import launch_forked
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("way", ["kept", pytest.param("token-wise", marks=pytest.mark.long)])
+def test_predicted_arena_of_a_looped_mixtral_is_within_five_percent(way: str, tmp_path: Path) -> None:
+    for device in ("cpu", "virtual"):
+        launch_forked(["tests.support.routed_worker", device, tmp_path, way], processes=1, module=True)
+    real, predicted = (json.loads((tmp_path / f"{device}.json").read_text()) for device in ("cpu", "virtual"))
+    assert predicted == pytest.approx(real, rel=0.05)
