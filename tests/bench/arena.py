@@ -8,7 +8,7 @@ flight. The modes take turns, for a block of steps each, and their medians are c
 | `native` | torch's own allocator: the session is detached |
 | `arena` | a session with the planned arena, and nothing else |
 
-Fragmentation is 1 - live peak / reserved. On CUDA the reserved memory is measured. For the CPU's allocator, which does
+Efficiency is live peak / reserved. On CUDA the reserved memory is measured. For the CPU's allocator, which does
 not count reserved memory, and for expandable segments, a simulation (`tests.bench.caching_allocator`) tells how much
 CUDA's allocator would reserve for a recorded step. Only the step's own requests count.
 
@@ -49,7 +49,7 @@ BENCH = "arena"
 MODELS = ("llama", "mixtral")
 BLOCK = {"enabled": True, "plan_dir": False, "tokenwise": {"enabled": False}}
 HEADERS = (
-    "case", "step s native", "arena", "arena/native", "served", "live peak MiB", "arena MiB", "fragmentation native",
+    "case", "step s native", "arena", "arena/native", "served", "live peak MiB", "arena MiB", "efficiency native",
     "expandable", "arena", "host ns native", "arena", "n",
 )  # fmt: skip
 
@@ -174,7 +174,7 @@ def measure(case: Case, args: argparse.Namespace) -> dict[tuple[str, str], list[
     requested = last_step(step)
     for name, expandable in (("simulated", False), ("simulated expandable", True)):
         reserved_bytes, peak_bytes = reserved(_requests(requested), expandable=expandable)
-        note(name, "fragmentation", 1 - peak_bytes / reserved_bytes)
+        note(name, "efficiency", peak_bytes / reserved_bytes)
     for mode, seconds in host_seconds(requested, training.device).items():
         note(mode, "host_s_per_allocation", seconds)
     return found
@@ -211,10 +211,10 @@ def _serve(training: Training, steps: int, note: Callable[[str, str, float], Non
             note("arena", "step_s", seconds)
         report = session.report().arena
         note("arena", "served", report.step_served)
-        note("arena", "live_peak_bytes", serving.plan.predictions.static_peak_bytes)
+        note("arena", "live_peak_bytes", serving.plan.predictions.live_peak_bytes)
         note("arena", "arena_bytes", report.bytes)
         if training.device.type == "cpu":
-            note("arena", "fragmentation", report.peak_fragmentation)
+            note("arena", "efficiency", report.efficiency)
         session.record()
         for _ in range(2):
             training.step()
@@ -235,7 +235,7 @@ def _memory(device: torch.device, note: Callable[[str, float], None]) -> Any:
     peak, most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     note("peak_allocated_bytes", peak)
     note("peak_reserved_bytes", most)
-    note("fragmentation", 1 - peak / most)
+    note("efficiency", peak / most)
 
 
 # -- host time ---------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def host_seconds(step: Trace, device: torch.device, rounds: int = 15) -> dict[st
 
 # -- output ----------------------------------------------------------------------------------------------------------
 
-UNITS = {"step_s": "s", "host_s_per_allocation": "s", "served": "1", "fragmentation": "1"}
+UNITS = {"step_s": "s", "host_s_per_allocation": "s", "served": "1", "efficiency": "1"}
 
 
 def rows_of(case: Case, found: dict[tuple[str, str], list[float]]) -> list[Row]:
@@ -308,7 +308,7 @@ def line(case: Case, rows: list[Row]) -> list[str]:
         found = value.get((mode, metric))
         return figures(None if found is None else found * scale, digits)
 
-    of_native = "native" if ("native", "fragmentation") in value else "simulated"
+    of_native = "native" if ("native", "efficiency") in value else "simulated"
     return [
         str(case),
         cell("native", "step_s"),
@@ -317,9 +317,9 @@ def line(case: Case, rows: list[Row]) -> list[str]:
         cell("arena", "served"),
         cell("arena", "live_peak_bytes", 2**-20),
         cell("arena", "arena_bytes", 2**-20),
-        cell(of_native, "fragmentation", digits=3),
-        cell("simulated expandable", "fragmentation", digits=3),
-        cell("arena", "fragmentation", digits=2),
+        cell(of_native, "efficiency", digits=3),
+        cell("simulated expandable", "efficiency", digits=3),
+        cell("arena", "efficiency", digits=4),
         cell("native", "host_s_per_allocation", 1e9, 3),
         cell("arena", "host_s_per_allocation", 1e9, 3),
         str(next(row.n for row in rows if row.metric == "step_s")),

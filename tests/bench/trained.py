@@ -180,7 +180,14 @@ def rows_of(case: str, results: dict[str, dict[str, Any]]) -> list[Row]:
         for kind, gib in result["memory_gib"].items():
             rows.append(Row(BENCH, case, mode, f"peak_{kind}_bytes", "bytes", gib * 2**30, n))
         of_memplug = result["memplug"] or {}
-        for name in ("arena_bytes", "offloaded_bytes", "planned_steps", "replans", "arena_step_served"):
+        for name in (
+            "arena_bytes",
+            "offloaded_bytes",
+            "planned_steps",
+            "replans",
+            "arena_efficiency",
+            "arena_step_served",
+        ):
             if of_memplug.get(name) is not None:
                 unit = "bytes" if name.endswith("bytes") else "1"
                 rows.append(Row(BENCH, case, mode, name, unit, float(of_memplug[name]), n))
