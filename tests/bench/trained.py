@@ -31,7 +31,18 @@ from tests.support.launching import launch
 
 BENCH = "trained"
 TOLERANCE = 0.02  # relative
-HEADERS = ("recipe", "mode", "step s", "tokens/s", "allocated GB", "reserved GB", "arena GB", "last loss", "apart")
+HEADERS = (
+    "recipe",
+    "mode",
+    "step s",
+    "tokens/s",
+    "allocated GB",
+    "reserved GB",
+    "arena GB",
+    "efficiency",
+    "last loss",
+    "apart",
+)
 METRICS = {"step_s": "s", "tokens_per_s": "1/s", "first_loss": "1", "last_loss": "1", "validation_loss": "1"}
 
 
@@ -201,11 +212,19 @@ def table_of(name: str, results: dict[str, dict[str, Any]]) -> str:
     lines = []
     for mode, result in results.items():
         if "memory_gib" not in result:
-            lines.append((name, mode, *["-"] * 6, result["outcome"]))
+            lines.append((name, mode, *["-"] * 7, result["outcome"]))
             continue
-        memory, arena = result["memory_gib"], (result["memplug"] or {}).get("arena_bytes")
+        memory, of_memplug = result["memory_gib"], result["memplug"] or {}
+        arena, efficiency = of_memplug.get("arena_bytes"), of_memplug.get("arena_efficiency")
         sizes = [memory.get(kind, memory.get("resident")) * 2**30 / 1e9 for kind in ("allocated", "reserved")]
-        numbers = [result["step_s"], result["tokens_per_s"], *sizes, arena and arena / 1e9, result["last_loss"]]
+        numbers = [
+            result["step_s"],
+            result["tokens_per_s"],
+            *sizes,
+            arena and arena / 1e9,
+            efficiency,
+            result["last_loss"],
+        ]
         difference = figures(result.get("apart")) + (" WRONG" if result["outcome"] != "ok" else "")
         lines.append((name, mode, *map(figures, numbers), difference))
     return render(HEADERS, lines)
