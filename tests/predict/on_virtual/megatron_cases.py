@@ -51,7 +51,7 @@ def _estimated(
         parameters.append(sum(each.numel() for each in training.model.parameters()))
         return training
 
-    rank = functools.partial(rank_of, layout, stage, workload)
+    rank = functools.partial(rank_of, layout, stage, workload, micro_batches)
     request = EstimateRequest.of(block or WITHOUT_ARENA, GpuProfile.read(H200), modes)
     found = estimate_training(make_training, request, rank=rank)
     return found, parameters[0]

@@ -63,7 +63,7 @@ def _of_megatron(shape: Shape, layout: RankLayout) -> tuple[Estimate, int]:
         parameters.append(_count(training.model))
         return training
 
-    rank = functools.partial(rank_of, layout, 0, job)
+    rank = functools.partial(rank_of, layout, 0, job, 1)
     request = EstimateRequest.of(BLOCK, GpuProfile.read(H200), MODES)
     return estimate_training(make_training, request, rank=rank), parameters[0]
 
