@@ -342,39 +342,49 @@ void a_set_of_starts_is_a_set() {
   }
 }
 
-void runs_are_bytes_in_use() {
-  constexpr int64_t SIZE = 40;
+// Returns the parts in [begin, end) of the free stretches, in order.
+std::vector<Stretch> free_parts(const std::vector<bool>& used, int64_t begin, int64_t end) {
+  std::vector<Stretch> parts;
+  for (int64_t at = begin; at < end; ++at) {
+    if (!used[at]) {
+      if (parts.empty() || parts.back().second < at) {
+        parts.emplace_back(at, at);
+      }
+      parts.back().second = at + 1;
+    }
+  }
+  return parts;
+}
+
+void holes_are_the_bytes_that_are_free(int64_t size, int64_t most) {
   std::mt19937 random(1);
   const auto number = [&](int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random); };
-  Runs runs;
+  Holes holes(size);
   std::vector<Stretch> blocks;
-  std::vector<bool> used(SIZE, false);
-  for (int i = 0; i < 4000; ++i) {
-    const int64_t begin = number(0, SIZE - 1), end = number(begin + 1, SIZE);
-    if (std::find(used.begin() + begin, used.begin() + end, true) == used.begin() + end) {
-      runs.add(begin, end);
+  std::vector<bool> used(size, false);
+  for (int i = 0; i < 6000; ++i) {
+    const int64_t begin = number(0, size - 1), end = std::min(size, begin + number(1, most));
+    const bool is_free = std::find(used.begin() + begin, used.begin() + end, true) == used.begin() + end;
+    CHECK(holes.are_free(begin, end) == is_free);
+    const bool fills = i / 1000 % 2 == 0; // by turns there are more and more blocks, and fewer and fewer
+    if (is_free && (fills || number(0, 3) == 0)) {
+      holes.take(begin, end);
       blocks.emplace_back(begin, end);
       std::fill(used.begin() + begin, used.begin() + end, true);
-    } else if (!blocks.empty()) {
+    } else if (!blocks.empty() && (!fills || number(0, 3) == 0)) {
       std::swap(blocks[number(0, static_cast<int64_t>(blocks.size()) - 1)], blocks.back());
       const auto [first, last] = blocks.back();
       blocks.pop_back();
-      runs.remove(first, last);
+      holes.give_back(first, last);
       std::fill(used.begin() + first, used.begin() + last, false);
     }
-    int64_t first = begin, last = end;
-    while (first < end && !used[first]) {
-      ++first;
-    }
-    while (last > begin && !used[last - 1]) {
-      --last;
-    }
-    CHECK(runs.first(begin, end).first == first && (runs.first(begin, end).second > first) == (first < end));
-    CHECK(runs.last(begin, end).second == last && (runs.last(begin, end).first < last) == (last > begin));
-    if (first < end) {
-      const auto run_end = std::find(used.begin() + first, used.end(), false) - used.begin();
-      CHECK(runs.first(begin, end).second == run_end);
-    }
+    const int64_t from = number(0, size), to = number(from, size), least = number(1, most);
+    std::vector<Stretch> large = free_parts(used, from, to);
+    const auto is_small = [&](const Stretch& part) { return part.second - part.first < least; };
+    large.erase(std::remove_if(large.begin(), large.end(), is_small), large.end());
+    const Stretch lowest = holes.lowest(from, to, least), highest = holes.highest(from, to, least);
+    CHECK(large.empty() ? lowest.first == lowest.second : lowest == large.front());
+    CHECK(large.empty() ? highest.first == highest.second : highest == large.back());
   }
 }
 
@@ -398,6 +408,7 @@ int main(int count, char** arguments) {
   threads_may_give_back_while_others_ask();
   threads_may_give_back_while_plans_come_and_go();
   a_set_of_starts_is_a_set();
-  runs_are_bytes_in_use();
+  holes_are_the_bytes_that_are_free(40, 40);
+  holes_are_the_bytes_that_are_free(3000, 4); // in many chunks
   std::puts("all hold");
 }

@@ -139,13 +139,12 @@ bool Arena::is_only_stream(Stream stream) const {
 }
 
 bool Arena::is_free(const Row& row) {
-  const int64_t before = live_starts_.before(row.end);
-  if (before >= 0 && live_[before].end > row.offset) {
-    late_.emplace(live_[before].row, static_cast<int32_t>(&row - rows_.data()));
+  const int64_t late = planned_.reaching(row.end, row.offset);
+  if (late >= 0) {
+    late_.emplace(planned_[late].row, static_cast<int32_t>(&row - rows_.data()));
     return false;
   }
-  const Stretch other = runs_.first(row.offset, row.offset + row.size);
-  return other.first == other.second;
+  return reused_->holes.are_free(row.offset, row.offset + row.size);
 }
 
 void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
@@ -154,9 +153,8 @@ void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
   }
   char* const begin = reused_->begin + row.offset;
   const bool wanted = hand_out(begin, row.size, nbytes, stream, row.crosses);
-  live_starts_.add(row.start);
   const auto number = static_cast<int32_t>(&row - rows_.data());
-  live_[row.start] = {row.offset + row.size, static_cast<int64_t>(nbytes), stream, number, wanted};
+  planned_.add(row.start, {row.offset + row.size, static_cast<int64_t>(nbytes), stream, number, wanted});
   ++reused_->live;
   return begin;
 }
@@ -176,135 +174,6 @@ void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
     }
   }
   return nullptr;
-}
-
-// Serves a dynamic request from the lowest free bytes of its group, or the highest ones below the group's ceiling.
-void* Arena::take_dynamic(Spot& spot, const RequestKind& kind, size_t nbytes, Stream stream) {
-  const int32_t group = plan_.dynamic[spot.dynamic_next].group;
-  spot.dynamic_next = std::min(spot.dynamic_next + 1, spot.dynamic_end - 1);
-  if (group < 0 || !is_stream(0, stream)) {
-    return nullptr;
-  }
-  const int64_t ceiling = plan_.ceilings[group];
-  int64_t offset = ceiling > 0 ? highest(group, kind.size, ceiling) : -1;
-  offset = offset < 0 ? lowest(group, kind.size) : offset;
-  return offset < 0 ? nullptr : take_other(*reused_, offset, kind, nbytes, stream, plan_.crosses[group]);
-}
-
-// Returns the offset of the lowest `size` bytes of the group that are free now, or -1.
-int64_t Arena::lowest(int32_t group, int64_t size) const {
-  for (int32_t at = spaces_of_[group].first; at < spaces_of_[group].second; ++at) {
-    const IdleSpace& space = plan_.spaces[at];
-    for (int64_t begin = space.begin; begin + size <= space.end;) {
-      const Stretch live = next_live(begin, space.end);
-      if (live.first - begin >= size) {
-        return begin;
-      }
-      begin = live.second;
-    }
-  }
-  return -1;
-}
-
-// Returns the offset of the highest `size` bytes of the group below `ceiling` that are free now, or -1.
-int64_t Arena::highest(int32_t group, int64_t size, int64_t ceiling) const {
-  for (int32_t at = spaces_of_[group].second; at-- > spaces_of_[group].first;) {
-    const IdleSpace& space = plan_.spaces[at];
-    for (int64_t end = std::min<int64_t>(space.end, ceiling); end - size >= space.begin;) {
-      const Stretch live = last_live(space.begin, end);
-      if (end - live.second >= size) {
-        return end - size;
-      }
-      end = live.first;
-    }
-  }
-  return -1;
-}
-
-// Serves a request from the smallest stretch of the group's bytes that is free now and large enough (STWeaver, eq. 6).
-void* Arena::take_reusable(int32_t group, const RequestKind& kind, size_t nbytes, Stream stream) {
-  const int64_t size = kind.size;
-  Stretch best{0, 0};
-  for (int32_t at = spaces_of_[group].first; at < spaces_of_[group].second && is_stream(0, stream); ++at) {
-    const IdleSpace& space = plan_.spaces[at];
-    const Stretch found = fitting(space.begin, space.end, size, false);
-    if (found.second > found.first && (best.second == 0 || found.second - found.first < best.second - best.first)) {
-      best = found;
-    }
-  }
-  if (best.second == 0) {
-    return nullptr;
-  }
-  return take_other(*reused_, best.first, kind, nbytes, stream, plan_.crosses[group]);
-}
-
-void* Arena::take_other(
-    Reservation& part, int64_t offset, const RequestKind& kind, size_t nbytes, Stream stream, uint64_t crosses) {
-  char* const begin = part.begin + offset;
-  const bool wanted = hand_out(begin, kind.size, nbytes, stream, crosses);
-  add_other(begin, {begin + kind.size, static_cast<int64_t>(nbytes), stream, &part, kind, wanted});
-  ++part.live;
-  return begin;
-}
-
-void Arena::add_other(char* begin, const Other& other) {
-  others_[begin] = other;
-  if (other.part == reused_) {
-    runs_.add(begin - reused_->begin, other.end - reused_->begin);
-  }
-}
-
-// Returns a free stretch of at least `size` bytes in [begin, end): the smallest, or with `highest` the highest. Returns
-// an empty stretch if there is none.
-Stretch Arena::fitting(int64_t begin, int64_t end, int64_t size, bool highest) const {
-  Stretch best{0, 0};
-  while (begin < end) {
-    const Stretch live = next_live(begin, end);
-    const Stretch free{begin, live.first};
-    if (free.second - free.first >= size &&
-        (best.second == 0 || highest || free.second - free.first < best.second - best.first)) {
-      best = free;
-    }
-    begin = live.second;
-  }
-  return best;
-}
-
-// Returns the first block in use that overlaps [from, end), clipped to begin at `from` or later; an empty stretch at
-// `end` if there is none.
-Stretch Arena::next_live(int64_t from, int64_t end) const {
-  Stretch found{end, end};
-  if (!offsets_.empty()) {
-    const int64_t above = first_start(from + 1);
-    int64_t start = live_starts_.before(above);
-    if (start < 0 || live_[start].end <= from) {
-      start = live_starts_.from(above);
-    }
-    if (start >= 0 && offsets_[start] < end) {
-      found = {std::max(offsets_[start], from), live_[start].end};
-    }
-  }
-  const Stretch other = runs_.first(from, found.first);
-  return other.first < other.second ? other : found;
-}
-
-// Returns the last block in use that overlaps [from, end), clipped to end at `end` or earlier; an empty stretch at
-// `from` if there is none.
-Stretch Arena::last_live(int64_t from, int64_t end) const {
-  Stretch found{from, from};
-  if (!offsets_.empty()) {
-    const int64_t start = live_starts_.before(first_start(end));
-    if (start >= 0 && live_[start].end > from) {
-      found = {offsets_[start], std::min(live_[start].end, end)};
-    }
-  }
-  const Stretch other = runs_.last(found.second, end);
-  return other.first < other.second ? other : found;
-}
-
-// Returns the index in `offsets_` of the first offset at or above `offset`.
-int64_t Arena::first_start(int64_t offset) const {
-  return std::lower_bound(offsets_.begin(), offsets_.end(), offset) - offsets_.begin();
 }
 
 bool Arena::hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses) {
@@ -341,17 +210,14 @@ bool Arena::give_back(void* pointer) {
       return false;
     }
     char* const begin = static_cast<char*>(pointer);
-    const int64_t start = part == reused_ ? start_at(begin - part->begin) : -1;
-    if (start >= 0 && live_starts_.holds(start)) {
-      const Live& live = live_[start];
-      live_starts_.remove(start);
-      take_in(*part, begin, part->begin + live.end, live.nbytes, live.stream, live.wanted, true);
+    if (const int64_t number = part == reused_ ? planned_.in_use_at(begin - part->begin) : -1; number >= 0) {
+      const PlannedBlock& block = planned_[number];
+      planned_.remove(number);
+      take_in(*part, begin, part->begin + block.end, block.nbytes, block.stream, block.wanted, true);
     } else if (const auto found = others_.find(begin); found != others_.end()) {
       const Other other = found->second;
       others_.erase(found);
-      if (part == reused_) {
-        runs_.remove(begin - part->begin, other.end - part->begin);
-      }
+      part->holes.give_back(begin - part->begin, other.end - part->begin);
       note_end(other);
       take_in(*part, begin, other.end, other.nbytes, other.stream, other.wanted, is_only_stream(other.stream));
     } else if (const auto kept = kept_blocks_.find(begin); kept != kept_blocks_.end()) {
@@ -418,14 +284,6 @@ Arena::Reservation* Arena::part_of(const void* pointer) const {
 std::vector<std::pair<int32_t, int32_t>> Arena::late() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return {late_.begin(), late_.end()};
-}
-
-ArenaCounters ArenaCounters::since(const ArenaCounters& before) const {
-  ArenaCounters since = *this;
-  for (const auto& [name, value, is_now] : ARENA_COUNTERS) {
-    since.*value -= is_now ? 0 : before.*value;
-  }
-  return since;
 }
 
 ArenaCounters Arena::counters() const {

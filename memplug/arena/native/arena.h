@@ -17,10 +17,11 @@
 #include <utility>
 #include <vector>
 
+#include "arena_counters.h"
 #include "blocks.h"
-#include "live_starts.h"
+#include "holes.h"
 #include "pending_uses.h"
-#include "runs.h"
+#include "planned_blocks.h"
 
 namespace memplug {
 
@@ -98,85 +99,6 @@ struct ArenaPlan {
   int64_t reused_bytes = 0; // size of the reused part, which holds a step's blocks
   int64_t kept_bytes = 0; // size of the kept part, which holds blocks that outlive the step
   int32_t streams = 1; // number of streams; stream 0 is the main one
-};
-
-// Counts of requests since the arena was made; each request is in one count. Fields marked "now" hold current values.
-struct ArenaCounters {
-  int64_t planned = 0; // served at their planned addresses
-  int64_t planned_bytes = 0;
-  int64_t dynamic = 0; // served from reusable space of their group
-  int64_t dynamic_bytes = 0;
-  // served from other reusable space or the annex: they were unplanned, or their planned address was in use
-  int64_t reusable = 0;
-  int64_t reusable_bytes = 0;
-  int64_t unplanned = 0; // left to the native allocator: the plan has no such request
-  int64_t occupied = 0; // left to the native allocator: the planned address was in use
-  int64_t dynamic_missed = 0; // left to the native allocator: no reusable space of the group was large enough
-  int64_t dynamic_missed_bytes = 0;
-  // left to the native allocator: made without gradients, as by a validation, and no space was large enough
-  int64_t without_gradients = 0;
-  int64_t fallback_bytes = 0; // bytes of the requests in the four counts above
-  int64_t lasting = 0; // left to the native allocator: their blocks outlive the step
-  int64_t lasting_bytes = 0;
-  int64_t elsewhere = 0; // left to the native allocator: from threads that do not train, or in withheld passes
-  int64_t written_freed = 0; // blocks that were written to after they were freed
-  int64_t written_beyond = 0; // blocks that were written to beyond their end
-  int64_t reserved_bytes = 0; // now: reserved, including memory of earlier plans that is still in use
-  int64_t live_bytes = 0; // now: bytes of blocks in use, as requested
-  int64_t live_size = 0; // now: bytes of blocks in use, rounded up
-  int64_t peak_size = 0; // the largest live_size since the plan was loaded
-  int64_t peak_bytes = 0; // the largest live_bytes since the plan was loaded
-  int64_t leftover_bytes = 0; // now: bytes of leftovers that have been in use for a whole step
-  int64_t wanted_bytes = 0; // now: bytes of blocks with `wanted` set, see `ArenaDevice::handed_out`
-  // now: bytes of blocks whose free is reported to a recording: all under a plan, else wanted_bytes
-  int64_t told_bytes = 0;
-
-  int64_t from_arena() const {
-    return planned + dynamic + reusable;
-  }
-  // Returns the number of training threads' requests that the native allocator served, without those counted in
-  // `lasting`.
-  int64_t fallback() const {
-    return unplanned + occupied + dynamic_missed + without_gradients;
-  }
-  // Returns how many requests the native allocator served because the plan does not fit the program.
-  int64_t mismatched() const {
-    return unplanned + occupied;
-  }
-  // Returns the counts since `before`; fields marked "now" keep their values.
-  ArenaCounters since(const ArenaCounters& before) const;
-};
-
-// The counters that Python reads, by name.
-struct ArenaCounter {
-  const char* name;
-  int64_t ArenaCounters::*value;
-  bool is_now = false;
-};
-inline constexpr ArenaCounter ARENA_COUNTERS[] = {
-    {"planned", &ArenaCounters::planned},
-    {"planned_bytes", &ArenaCounters::planned_bytes},
-    {"dynamic", &ArenaCounters::dynamic},
-    {"dynamic_bytes", &ArenaCounters::dynamic_bytes},
-    {"reusable", &ArenaCounters::reusable},
-    {"reusable_bytes", &ArenaCounters::reusable_bytes},
-    {"unplanned", &ArenaCounters::unplanned},
-    {"occupied", &ArenaCounters::occupied},
-    {"dynamic_missed", &ArenaCounters::dynamic_missed},
-    {"dynamic_missed_bytes", &ArenaCounters::dynamic_missed_bytes},
-    {"without_gradients", &ArenaCounters::without_gradients},
-    {"fallback_bytes", &ArenaCounters::fallback_bytes},
-    {"lasting", &ArenaCounters::lasting},
-    {"lasting_bytes", &ArenaCounters::lasting_bytes},
-    {"elsewhere", &ArenaCounters::elsewhere},
-    {"written_freed", &ArenaCounters::written_freed},
-    {"written_beyond", &ArenaCounters::written_beyond},
-    {"reserved_bytes", &ArenaCounters::reserved_bytes, true},
-    {"leftover_bytes", &ArenaCounters::leftover_bytes, true},
-    {"live_bytes", &ArenaCounters::live_bytes, true},
-    {"live_size", &ArenaCounters::live_size, true},
-    {"peak_bytes", &ArenaCounters::peak_bytes, true},
-    {"peak_size", &ArenaCounters::peak_size, true},
 };
 
 // Whether a request that the plan does not know may use reusable space.
@@ -258,6 +180,7 @@ class Arena {
     int64_t nbytes;
     Stream stream; // the current stream when the memory was reserved; see `ArenaDevice::reserve`
     Role role;
+    Holes holes; // bytes outside of `others_`; a plan's blocks and kept blocks lie in holes
     int64_t live = 0; // number of blocks in use
     bool retired = false;
   };
@@ -286,8 +209,8 @@ class Arena {
     int64_t size;
     int64_t offset;
     uint64_t crosses;
-    int32_t start; // index of its offset in `offsets_`
-    int32_t end; // index in `offsets_` of the first offset at or behind its end
+    int32_t start; // number of its offset in `planned_`; -1: kept
+    int32_t end; // number in `planned_` of the first offset at or behind its end; -1: kept
     int32_t stream;
     int32_t kept;
     int32_t spare;
@@ -299,12 +222,10 @@ class Arena {
     int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
     uint32_t step = 0;
   };
-  struct Live { // a block at a planned offset
+  struct Space { // one byte range of a group, in the reused part
+    int64_t begin;
     int64_t end;
-    int64_t nbytes;
-    Stream stream;
-    int32_t row;
-    bool wanted;
+    int32_t first, last; // numbers in `planned_`: the offsets in the range are [first, last)
   };
   struct Other { // a block elsewhere in the reused part or in the annex
     char* end;
@@ -341,6 +262,7 @@ class Arena {
   void retire(); // marks all reserved memory as retired, which is released once no block is in it
   std::vector<std::unique_ptr<Reservation>> take_empty();
   void release(std::vector<std::unique_ptr<Reservation>> parts);
+  void move_planned();
   void keep_live_blocks();
   void build();
   void build_spots();
@@ -362,12 +284,14 @@ class Arena {
   bool is_stream(int32_t number, Stream stream);
   bool is_only_stream(Stream stream) const;
   bool is_free(const Row& row);
-  Stretch next_live(int64_t from, int64_t end) const;
-  Stretch last_live(int64_t from, int64_t end) const;
-  int64_t first_start(int64_t offset) const;
-  int64_t lowest(int32_t group, int64_t size) const;
-  int64_t highest(int32_t group, int64_t size, int64_t ceiling) const;
-  Stretch fitting(int64_t begin, int64_t end, int64_t size, bool highest) const;
+  Space space_of(int64_t begin, int64_t end) const;
+  bool has_planned(const Space& space) const;
+  Stretch first_planned(int64_t begin, int64_t end) const;
+  Stretch last_planned(int64_t begin, int64_t end) const;
+  int64_t lowest(const Space& space, int64_t size);
+  int64_t highest(const Space& space, int64_t size);
+  int64_t lowest_of(int32_t group, int64_t size);
+  int64_t highest_of(int32_t group, int64_t size, int64_t ceiling);
   void* take_planned(Row& row, size_t nbytes, Stream stream);
   void* take_kept(Row& row, size_t nbytes, Stream stream);
   void* take_dynamic(Spot& spot, const RequestKind& kind, size_t nbytes, Stream stream);
@@ -380,7 +304,6 @@ class Arena {
   void add_other(char* begin, const Other& other);
   bool hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses);
   void take_in(Reservation& part, char* begin, char* end, int64_t nbytes, Stream stream, bool wanted, bool alone);
-  int64_t start_at(int64_t offset) const;
   Reservation* part_of(const void* pointer) const;
 
   ArenaDevice& device_;
@@ -400,16 +323,12 @@ class Arena {
   Spot* last_spot_ = nullptr;
   std::vector<std::vector<int32_t>> slots_of_; // by slot class: indices of its slots
   std::vector<LoadedSlot> slots_;
-  std::vector<std::pair<int32_t, int32_t>> spaces_of_; // by group: the range [first, end) of `plan_.spaces`
+  std::vector<std::vector<Space>> spaces_of_; // by group
   // by the plan's stream number: whether the stream is known yet, and the stream
   std::vector<std::pair<bool, Stream>> streams_;
 
-  std::vector<int64_t> offsets_; // distinct offsets of rows in the reused part, sorted
-  std::vector<int32_t> start_table_; // hash table from an offset to its index in `offsets_`; -1: empty
-  LiveStarts live_starts_;
-  std::vector<Live> live_; // by index in `offsets_`: the block at that offset
-  std::map<char*, Other> others_;
-  Runs runs_; // the bytes of those of `others_` that are in the reused part
+  PlannedBlocks planned_; // blocks in use at their planned offsets
+  std::unordered_map<char*, Other> others_;
   std::map<char*, KeptBlock> kept_blocks_;
   std::unordered_map<RequestKind, LeftoverHistory, RequestKindHash> marks_;
   PendingUses pending_;

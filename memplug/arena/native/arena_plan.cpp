@@ -10,10 +10,6 @@ namespace {
 // reserved memory of more than this multiple of the needed bytes is released rather than used again
 constexpr int64_t LARGEST_PART = 2;
 
-size_t hash_of(int64_t offset, size_t mask) {
-  return static_cast<uint64_t>(offset / BLOCK_BYTES) * 0x9E3779B97F4A7C15ull >> 20 & mask;
-}
-
 } // namespace
 
 Arena::~Arena() {
@@ -62,7 +58,7 @@ void Arena::load(ArenaPlan plan) {
 
 Arena::Reservation* Arena::add_part(int64_t nbytes, Role role) {
   char* const begin = device_.reserve(static_cast<size_t>(nbytes));
-  auto part = std::make_unique<Reservation>(Reservation{begin, nbytes, device_.current_stream(), role});
+  auto part = std::make_unique<Reservation>(Reservation{begin, nbytes, device_.current_stream(), role, Holes(nbytes)});
   if (checks_) {
     device_.fill(begin, nbytes, FREED, part->stream);
   }
@@ -118,20 +114,12 @@ void Arena::begin_step() {
   note_leftovers();
 }
 
-// Moves blocks at planned offsets from `live_` to `others_`, since their plan ends.
 void Arena::keep_live_blocks() {
-  for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
-    const Live& live = live_[start];
-    char* const begin = reused_->begin + offsets_[start];
-    add_other(begin, {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted});
-  }
+  move_planned();
   for (auto& [begin, block] : kept_blocks_) {
     block.slot = block.slots_end = 0; // the slots were those of the plan that ends
   }
-  live_starts_ = LiveStarts();
-  offsets_.clear();
-  start_table_.assign(1, -1); // from here on, every freed block is found in `others_`
-  live_.clear();
+  planned_ = PlannedBlocks();
   late_.clear();
 }
 
@@ -172,41 +160,22 @@ void Arena::release(std::vector<std::unique_ptr<Reservation>> parts) {
 // -- tables -----------------------------------------------------------------------------------------------------------
 
 void Arena::build() {
+  std::vector<int64_t> offsets;
   for (const PlannedRequest& request : plan_.requests) {
     if (request.kept < 0) {
-      offsets_.push_back(int64_t{request.offset}); // a copy: members of packed rows may be misaligned
+      offsets.push_back(int64_t{request.offset}); // a copy: members of packed rows may be misaligned
     }
   }
-  std::sort(offsets_.begin(), offsets_.end());
-  offsets_.erase(std::unique(offsets_.begin(), offsets_.end()), offsets_.end());
-  const auto number = [&](int64_t offset) {
-    return static_cast<int32_t>(std::lower_bound(offsets_.begin(), offsets_.end(), offset) - offsets_.begin());
-  };
+  planned_ = PlannedBlocks(std::move(offsets));
   for (const PlannedRequest& r : plan_.requests) {
     const bool kept = r.kept >= 0;
-    rows_.push_back(
-        {r.size, r.offset, r.crosses, kept ? -1 : number(r.offset), kept ? -1 : number(r.offset + r.size), r.stream, r.kept, r.spare});
+    const int32_t start = kept ? -1 : planned_.number_from(r.offset);
+    const int32_t end = kept ? -1 : planned_.number_from(r.offset + r.size);
+    rows_.push_back({r.size, r.offset, r.crosses, start, end, r.stream, r.kept, r.spare});
   }
-  live_starts_ = LiveStarts(offsets_.size() + 1);
-  live_.resize(offsets_.size());
-
-  size_t entries = 16;
-  while (entries < 2 * offsets_.size()) {
-    entries *= 2;
-  }
-  start_table_.assign(entries, -1);
-  for (size_t i = 0; i < offsets_.size(); ++i) {
-    size_t at = hash_of(offsets_[i], entries - 1);
-    while (start_table_[at] >= 0) {
-      at = (at + 1) & (entries - 1);
-    }
-    start_table_[at] = static_cast<int32_t>(i);
-  }
-  runs_ = Runs();
-  for (const auto& [begin, other] : others_) {
-    if (other.part == reused_) {
-      runs_.add(begin - reused_->begin, other.end - reused_->begin);
-    }
+  spaces_of_.assign(plan_.crosses.size(), {});
+  for (const IdleSpace& space : plan_.spaces) {
+    spaces_of_[space.group].push_back(space_of(space.begin, space.end));
   }
   build_spots();
   build_slots();
@@ -225,12 +194,6 @@ void Arena::build_spots() {
     Spot& spot = spots_[key_of(dynamic[i].phase, dynamic[i].layer)];
     spot.dynamic_begin = spot.dynamic_end == 0 ? static_cast<int32_t>(i) : spot.dynamic_begin;
     spot.dynamic_end = static_cast<int32_t>(i) + 1;
-  }
-  spaces_of_.assign(plan_.crosses.size(), {0, 0});
-  for (size_t i = 0; i < plan_.spaces.size(); ++i) {
-    auto& [first, end] = spaces_of_[plan_.spaces[i].group];
-    first = end == 0 ? static_cast<int32_t>(i) : first;
-    end = static_cast<int32_t>(i) + 1;
   }
 }
 
@@ -274,16 +237,6 @@ void Arena::build_slots() {
       }
     }
   }
-}
-
-int64_t Arena::start_at(int64_t offset) const {
-  const size_t mask = start_table_.size() - 1;
-  for (size_t at = hash_of(offset, mask); start_table_[at] >= 0; at = (at + 1) & mask) {
-    if (offsets_[start_table_[at]] == offset) {
-      return start_table_[at];
-    }
-  }
-  return -1;
 }
 
 } // namespace memplug

@@ -52,15 +52,20 @@ void Arena::mark_rows() {
   }
 }
 
+// Moves blocks at planned offsets from `planned_` to `others_`.
+void Arena::move_planned() {
+  for (int64_t number = planned_.next(0); number >= 0; number = planned_.next(number + 1)) {
+    const PlannedBlock& block = planned_[number];
+    add_other(
+        reused_->begin + planned_.offset(number),
+        {reused_->begin + block.end, block.nbytes, block.stream, reused_, kind_of(block.row), block.wanted});
+    planned_.remove(number);
+  }
+}
+
 // Turns every block that is still in use in the reused part and the annex into a leftover.
 void Arena::note_leftovers() {
-  for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
-    const Live& live = live_[start];
-    add_other(
-        reused_->begin + offsets_[start],
-        {reused_->begin + live.end, live.nbytes, live.stream, reused_, kind_of(live.row), live.wanted});
-    live_starts_.remove(start);
-  }
+  move_planned();
   for (auto& [begin, other] : others_) {
     if (++other.steps == 1) {
       note_leftover(other);
@@ -121,8 +126,8 @@ void Arena::forget_leftovers() {
 
 void Arena::forget_wanted() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (int64_t start = live_starts_.from(0); start >= 0; start = live_starts_.from(start + 1)) {
-    live_[start].wanted = false;
+  for (int64_t number = planned_.next(0); number >= 0; number = planned_.next(number + 1)) {
+    planned_[number].wanted = false;
   }
   for (auto& [begin, other] : others_) {
     other.wanted = false;
@@ -141,6 +146,7 @@ std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
       found.emplace_back(begin - reused_->begin, other.end - reused_->begin);
     }
   }
+  std::sort(found.begin(), found.end());
   return found;
 }
 
@@ -174,45 +180,6 @@ void Arena::extend(int64_t nbytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     annex_ = part;
   }
-}
-
-// Serves a request from the smallest free stretch of the annex that is large enough.
-void* Arena::take_annex(const RequestKind& kind, size_t nbytes, Stream stream) {
-  char* const end = annex_->begin + annex_->nbytes;
-  char* from = annex_->begin;
-  char* best = nullptr;
-  int64_t smallest = 0;
-  for (auto other = others_.lower_bound(from); from < end; ++other) {
-    const bool last = other == others_.end() || other->first >= end;
-    const int64_t free = (last ? end : other->first) - from;
-    if (free >= kind.size && (best == nullptr || free < smallest)) {
-      best = from;
-      smallest = free;
-    }
-    if (last) {
-      break;
-    }
-    from = other->second.end;
-  }
-  return best != nullptr ? take_other(*annex_, best - annex_->begin, kind, nbytes, stream, ~uint64_t{0}) : nullptr;
-}
-
-// Serves a request outside of the program, such as one of a validation or of data loading. Prefers the bytes that the
-// plan needs last, and then the highest free bytes.
-void* Arena::serve_reusable(const RequestKind& kind, size_t nbytes, Stream stream) {
-  if (reused_ == nullptr || !is_stream(0, stream)) {
-    return nullptr;
-  }
-  for (const int32_t group : plan_.reusable) {
-    if (void* found = take_reusable(group, kind, nbytes, stream)) {
-      return found;
-    }
-  }
-  const Stretch found = fitting(0, reused_->nbytes, kind.size, true);
-  if (found.second == found.first) {
-    return nullptr;
-  }
-  return take_other(*reused_, found.second - kind.size, kind, nbytes, stream, ~uint64_t{0});
 }
 
 // Serves an unplanned request from reusable space or the annex, unless MOST_ALIKE blocks of its kind are in use.
