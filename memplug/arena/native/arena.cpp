@@ -214,12 +214,11 @@ bool Arena::give_back(void* pointer) {
       const PlannedBlock& block = planned_[number];
       planned_.remove(number);
       take_in(*part, begin, part->begin + block.end, block.nbytes, block.stream, block.wanted, true);
-    } else if (const auto found = others_.find(begin); found != others_.end()) {
-      const Other other = found->second;
-      others_.erase(found);
-      part->holes.give_back(begin - part->begin, other.end - part->begin);
-      note_end(other);
-      take_in(*part, begin, other.end, other.nbytes, other.stream, other.wanted, is_only_stream(other.stream));
+    } else if (const Other* const other = others_.find(begin); other != nullptr) {
+      part->holes.give_back(begin - part->begin, other->end - part->begin);
+      note_end(*other);
+      take_in(*part, begin, other->end, other->nbytes, other->stream, other->wanted, is_only_stream(other->stream));
+      others_.remove(begin);
     } else if (const auto kept = kept_blocks_.find(begin); kept != kept_blocks_.end()) {
       const KeptBlock block = kept->second;
       kept_blocks_.erase(kept);
@@ -293,9 +292,9 @@ ArenaCounters Arena::counters() const {
   for (const auto& part : parts_) {
     counters.reserved_bytes += part->nbytes;
   }
-  for (const auto& [begin, other] : others_) {
+  others_.for_each([&](const char* begin, const Other& other) {
     counters.leftover_bytes += other.steps > 1 ? other.end - begin : 0;
-  }
+  });
   return counters;
 }
 

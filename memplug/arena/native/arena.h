@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "arena_counters.h"
+#include "block_table.h"
 #include "blocks.h"
 #include "holes.h"
 #include "pending_uses.h"
@@ -328,7 +329,7 @@ class Arena {
   std::vector<std::pair<bool, Stream>> streams_;
 
   PlannedBlocks planned_; // blocks in use at their planned offsets
-  std::unordered_map<char*, Other> others_;
+  BlockTable<Other> others_;
   std::map<char*, KeptBlock> kept_blocks_;
   std::unordered_map<RequestKind, LeftoverHistory, RequestKindHash> marks_;
   PendingUses pending_;

@@ -66,11 +66,11 @@ void Arena::move_planned() {
 // Turns every block that is still in use in the reused part and the annex into a leftover.
 void Arena::note_leftovers() {
   move_planned();
-  for (auto& [begin, other] : others_) {
+  others_.for_each([&](char*, Other& other) {
     if (++other.steps == 1) {
       note_leftover(other);
     }
-  }
+  });
   for (auto mark = marks_.begin(); marks_.size() > MANY_MARKS && mark != marks_.end();) {
     const bool idle = mark->first.number < 0 && mark->second.held == 0 && mark->second.live == 0;
     mark = idle ? marks_.erase(mark) : std::next(mark);
@@ -119,9 +119,7 @@ void Arena::forget_leftovers() {
     row.mark = nullptr;
   }
   marks_.clear();
-  for (auto& [begin, other] : others_) {
-    other.counted = false;
-  }
+  others_.for_each([](char*, Other& other) { other.counted = false; });
 }
 
 void Arena::forget_wanted() {
@@ -129,9 +127,7 @@ void Arena::forget_wanted() {
   for (int64_t number = planned_.next(0); number >= 0; number = planned_.next(number + 1)) {
     planned_[number].wanted = false;
   }
-  for (auto& [begin, other] : others_) {
-    other.wanted = false;
-  }
+  others_.for_each([](char*, Other& other) { other.wanted = false; });
   for (auto& [begin, kept] : kept_blocks_) {
     kept.wanted = false;
   }
@@ -141,20 +137,22 @@ void Arena::forget_wanted() {
 std::vector<std::pair<int64_t, int64_t>> Arena::leftovers() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<std::pair<int64_t, int64_t>> found;
-  for (const auto& [begin, other] : others_) {
+  others_.for_each([&](const char* begin, const Other& other) {
     if (other.part == reused_ && other.steps > 1) {
       found.emplace_back(begin - reused_->begin, other.end - reused_->begin);
     }
-  }
+  });
   std::sort(found.begin(), found.end());
   return found;
 }
 
 // Returns whether leftovers or kept blocks are in this memory, so that it is unlikely to be released soon.
 bool Arena::is_pinned(const Reservation& part) const {
-  return part.role == Role::KEPT ? part.live > 0 : std::any_of(others_.begin(), others_.end(), [&](const auto& block) {
-    return block.second.part == &part && block.second.steps > 1;
+  bool has_leftover = false;
+  others_.for_each([&](const char*, const Other& other) {
+    has_leftover = has_leftover || (other.part == &part && other.steps > 1);
   });
+  return part.role == Role::KEPT ? part.live > 0 : has_leftover;
 }
 
 // -- the annex --------------------------------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ void* Arena::serve_between(const RequestKind& kind, size_t nbytes, Stream stream
   found = found == nullptr && annex_ != nullptr ? take_annex(kind, nbytes, stream) : found;
   if (found != nullptr && kind.number == NO_ROW) {
     ++marks_[kind].live;
-    others_[static_cast<char*>(found)].counted = true;
+    others_.find(static_cast<char*>(found))->counted = true;
   }
   return found;
 }

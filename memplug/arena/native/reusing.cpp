@@ -143,7 +143,7 @@ void* Arena::take_other(
 }
 
 void Arena::add_other(char* begin, const Other& other) {
-  others_[begin] = other;
+  others_.add(begin, other);
   other.part->holes.take(begin - other.part->begin, other.end - other.part->begin);
 }
 
