@@ -34,6 +34,7 @@ class Counters(Protocol):
         unplanned: left to torch's allocator because the plan has no such request.
         occupied: left to torch's allocator because the planned address was still in use.
         dynamic_missed, dynamic_missed_bytes: left to torch's allocator because their group's space had no room.
+        dynamic_missed_largest: bytes of the largest of these requests in the current step.
         without_gradients: left to torch's allocator because a validation made them and no reusable space was large
             enough.
         fallback_bytes: bytes of the requests in the four counts above.
@@ -62,6 +63,7 @@ class Counters(Protocol):
     occupied: int
     dynamic_missed: int
     dynamic_missed_bytes: int
+    dynamic_missed_largest: int
     without_gradients: int
     fallback_bytes: int
     lasting: int

@@ -12,7 +12,7 @@ import pytest
 from tests.support.folders import ROOT
 
 RANDOM_SEEDS = "300"  # number of seeds for random requests
-PROGRAMS = ("arena_test", "arena_plans_test")
+PROGRAMS = ("arena_test", "arena_plans_test", "free_bytes_test")
 NAMES = ("arena", "arena_plan", "holes", "leftovers", "pending_uses", "planned_blocks", "reusing")
 SOURCES = tuple(f"memplug/arena/native/{name}.cpp" for name in NAMES)
 INCLUDED = "-Imemplug/native"  # for blocks.h

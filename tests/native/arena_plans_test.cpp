@@ -319,75 +319,6 @@ void threads_may_give_back_while_plans_come_and_go() {
   CHECK(arena.counters().live_size == 0 && arena.counters().reserved_bytes == 0);
 }
 
-void a_set_of_starts_is_a_set() {
-  std::mt19937 random(1);
-  for (const int count : {1, 63, 64, 65, 4097, 70000}) {
-    LiveStarts starts(count);
-    std::set<int64_t> truth;
-    for (int i = 0; i < 2000; ++i) {
-      const int64_t value = std::uniform_int_distribution<int>(0, count - 1)(random);
-      if (truth.count(value) != 0) {
-        starts.remove(value);
-        truth.erase(value);
-      } else {
-        starts.add(value);
-        truth.insert(value);
-      }
-      const int64_t asked = std::uniform_int_distribution<int>(0, count - 1)(random);
-      const auto next = truth.lower_bound(asked);
-      CHECK(starts.holds(asked) == (truth.count(asked) != 0));
-      CHECK(starts.from(asked) == (next == truth.end() ? -1 : *next));
-      CHECK(starts.before(asked) == (next == truth.begin() ? -1 : *std::prev(next)));
-    }
-  }
-}
-
-// Returns the parts in [begin, end) of the free stretches, in order.
-std::vector<Stretch> free_parts(const std::vector<bool>& used, int64_t begin, int64_t end) {
-  std::vector<Stretch> parts;
-  for (int64_t at = begin; at < end; ++at) {
-    if (!used[at]) {
-      if (parts.empty() || parts.back().second < at) {
-        parts.emplace_back(at, at);
-      }
-      parts.back().second = at + 1;
-    }
-  }
-  return parts;
-}
-
-void holes_are_the_bytes_that_are_free(int64_t size, int64_t most) {
-  std::mt19937 random(1);
-  const auto number = [&](int64_t least, int64_t most) { return std::uniform_int_distribution<int64_t>(least, most)(random); };
-  Holes holes(size);
-  std::vector<Stretch> blocks;
-  std::vector<bool> used(size, false);
-  for (int i = 0; i < 6000; ++i) {
-    const int64_t begin = number(0, size - 1), end = std::min(size, begin + number(1, most));
-    const bool is_free = std::find(used.begin() + begin, used.begin() + end, true) == used.begin() + end;
-    CHECK(holes.are_free(begin, end) == is_free);
-    const bool fills = i / 1000 % 2 == 0; // by turns there are more and more blocks, and fewer and fewer
-    if (is_free && (fills || number(0, 3) == 0)) {
-      holes.take(begin, end);
-      blocks.emplace_back(begin, end);
-      std::fill(used.begin() + begin, used.begin() + end, true);
-    } else if (!blocks.empty() && (!fills || number(0, 3) == 0)) {
-      std::swap(blocks[number(0, static_cast<int64_t>(blocks.size()) - 1)], blocks.back());
-      const auto [first, last] = blocks.back();
-      blocks.pop_back();
-      holes.give_back(first, last);
-      std::fill(used.begin() + first, used.begin() + last, false);
-    }
-    const int64_t from = number(0, size), to = number(from, size), least = number(1, most);
-    std::vector<Stretch> large = free_parts(used, from, to);
-    const auto is_small = [&](const Stretch& part) { return part.second - part.first < least; };
-    large.erase(std::remove_if(large.begin(), large.end(), is_small), large.end());
-    const Stretch lowest = holes.lowest(from, to, least), highest = holes.highest(from, to, least);
-    CHECK(large.empty() ? lowest.first == lowest.second : lowest == large.front());
-    CHECK(large.empty() ? highest.first == highest.second : highest == large.back());
-  }
-}
-
 } // namespace
 
 int main(int count, char** arguments) {
@@ -407,8 +338,5 @@ int main(int count, char** arguments) {
   }
   threads_may_give_back_while_others_ask();
   threads_may_give_back_while_plans_come_and_go();
-  a_set_of_starts_is_a_set();
-  holes_are_the_bytes_that_are_free(40, 40);
-  holes_are_the_bytes_that_are_free(3000, 4); // in many chunks
   std::puts("all hold");
 }

@@ -107,8 +107,10 @@ void a_dynamic_request_gets_the_lowest_free_bytes_of_its_group() {
   CHECK(ask(arena, 1, 4) == nullptr);
   void* const second = ask(arena, 2, 4);
   CHECK(second == nullptr); // belongs to the other group, which is full
+  CHECK(arena.counters().dynamic_missed_largest == 2 * UNIT);
   arena.give_back(first);
   arena.begin_step();
+  CHECK(arena.counters().dynamic_missed_largest == 0);
   CHECK(at(arena, ask(arena, 2, 4)) == 6);
   CHECK(arena.counters().dynamic == 4 && arena.counters().dynamic_missed == 2);
   CHECK(arena.counters().dynamic_missed_bytes == 3 * UNIT);

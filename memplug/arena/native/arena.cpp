@@ -1,7 +1,6 @@
 #include "arena.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 namespace memplug {
@@ -59,7 +58,10 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     found = serve_between(kind, nbytes, stream);
   }
   if (found == nullptr) {
-    counters_.dynamic_missed_bytes += missed == &counters_.dynamic_missed ? static_cast<int64_t>(nbytes) : 0;
+    if (missed == &counters_.dynamic_missed) {
+      counters_.dynamic_missed_bytes += static_cast<int64_t>(nbytes);
+      counters_.dynamic_missed_largest = std::max(counters_.dynamic_missed_largest, static_cast<int64_t>(nbytes));
+    }
     return count(nullptr, *missed, counters_.fallback_bytes);
   }
   return count(found, counters_.reusable, counters_.reusable_bytes);

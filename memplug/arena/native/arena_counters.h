@@ -18,6 +18,7 @@ struct ArenaCounters {
   int64_t occupied = 0; // left to the native allocator: the planned address was in use
   int64_t dynamic_missed = 0; // left to the native allocator: no reusable space of the group was large enough
   int64_t dynamic_missed_bytes = 0;
+  int64_t dynamic_missed_largest = 0; // now: bytes of the largest of these requests in the step
   // left to the native allocator: made without gradients, as by a validation, and no space was large enough
   int64_t without_gradients = 0;
   int64_t fallback_bytes = 0; // bytes of the requests in the four counts above
@@ -69,6 +70,7 @@ inline constexpr ArenaCounter ARENA_COUNTERS[] = {
     {"occupied", &ArenaCounters::occupied},
     {"dynamic_missed", &ArenaCounters::dynamic_missed},
     {"dynamic_missed_bytes", &ArenaCounters::dynamic_missed_bytes},
+    {"dynamic_missed_largest", &ArenaCounters::dynamic_missed_largest, true},
     {"without_gradients", &ArenaCounters::without_gradients},
     {"fallback_bytes", &ArenaCounters::fallback_bytes},
     {"lasting", &ArenaCounters::lasting},

@@ -110,6 +110,7 @@ void Arena::stop() {
 void Arena::begin_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++step_;
+  counters_.dynamic_missed_largest = 0;
   pending_.forget_done();
   note_leftovers();
 }
