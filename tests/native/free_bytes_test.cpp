@@ -45,7 +45,9 @@ std::vector<Stretch> free_parts(const std::vector<bool>& used, int64_t begin, in
 
 void holes_are_the_bytes_that_are_free(int64_t size, int64_t most) {
   std::mt19937 random(1);
-  const auto number = [&](int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random); };
+  const auto number = [&](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
   Holes holes(size);
   std::vector<Stretch> blocks;
   std::vector<bool> used(size, false);
@@ -122,12 +124,14 @@ int64_t searched(
   return found;
 }
 
-// Among planned blocks in use, also in the group's own space, a dynamic request, a displaced planned one and one outside
-// of the program get the bytes that a search of every byte finds.
+// Among planned blocks in use, also in the group's own space, a dynamic request, a displaced planned one and a request
+// outside of the program get the bytes that a search of every byte finds.
 void every_search_finds_what_a_search_of_every_byte_finds(unsigned seed) {
   constexpr int32_t DYNAMIC = 4, DISPLACED = 5, OUTSIDE = 9; // phases
   std::mt19937 random(seed);
-  const auto number = [&](int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random); };
+  const auto number = [&](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
   const int64_t size = number(0, 3) == 0 ? number(300, 900) : number(10, 60);
   const int64_t ceiling = number(0, 1) * number(1, size);
   std::vector<std::vector<Stretch>> spaces(3); // of the dynamic group, of displaced requests, for others
