@@ -318,7 +318,10 @@ class PlannedAddresses(Technique[Addresses]):
         )
 
     def _take(self, trace: Trace) -> Addresses | None:
-        """Plan from the later of two steps that are alike, since it shows which blocks outlived the step before."""
+        """Plan from the later of two steps that are alike, since it shows which blocks outlived the step before.
+
+        If requests depend on data, no two steps are alike: then several show how much the requests vary.
+        """
         self._recorded.append(trace)
         recorded = self._recorded
         if len(recorded) < 2 or not (_alike(*recorded[-2:]) or len(recorded) >= MOST_RECORDED_STEPS):
@@ -367,12 +370,11 @@ class PlannedAddresses(Technique[Addresses]):
 def _alike(one: Trace, other: Trace) -> bool:
     """Return whether two steps make the same requests, in any order, except for at most `DIFFERING_SHARE` of them.
 
-    Dynamic requests and requests of validations are not compared.
+    Requests of validations are not compared.
     """
     counts = []
     for trace in (one, other):
-        left_out = trace.requests["dynamic"] | without_gradients(trace)
-        rows = trace.requests[~left_out]
+        rows = trace.requests[~without_gradients(trace)]
         counts.append(collections.Counter(rows[["nbytes", "malloc_layer"]].tolist()))
     differing = (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
     return differing <= DIFFERING_SHARE * max(counts[0].total(), counts[1].total())

@@ -31,6 +31,7 @@ PASSES = {  # from the bottom of the stack, the longest-lived memory first
     Pass.NO_GRAD: _Kind("forward without gradients", "V", ("#8c8f3f",)),
     Pass.FORWARD: _Kind("forward", "F", ("#2166a5", "#9cc8e8")),
     Pass.BACKWARD: _Kind("backward", "B", ("#c8520f", "#fbc58b")),
+    Pass.PREFETCH: _Kind("prefetch", "pre", ("#b0357a", "#e8b0d0")),
     Pass.EITHER: _Kind("forward or backward", "P", ("#6a4c9c", "#d0c1e8")),
 }
 _BEFORE_COLOUR, _OUTSIDE_COLOUR = "#7f7f7f", "#c9c4bb"

@@ -19,6 +19,7 @@ class Pass(enum.IntEnum):
     OPTIMIZER = 3
     EITHER = 4  # forward or backward: files of format 0 do not say which
     NO_GRAD = 5  # forward without backward: validation, or a reference model
+    PREFETCH = 6  # memory of offloaded tensors that come back during a backward
 
 
 class EventKind(enum.IntEnum):

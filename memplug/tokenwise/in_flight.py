@@ -33,7 +33,7 @@ def times(step: Trace, regions: Sequence[Region], buffers: int) -> tuple[InFligh
     if not live_bytes.size or not any(region.native.offloads_late for region in regions):
         return (InFlight(buffers),)
     inside = [i for i, layer in enumerate(step.layers) if any(_is_of(layer.name, region.name) for region in regions)]
-    backwards = [i for i, phase in enumerate(step.phases) if phase.kind is Pass.BACKWARD]
+    backwards = [i for i, phase in enumerate(step.phases) if phase.kind in (Pass.BACKWARD, Pass.PREFETCH)]
     of_regions = np.isin(step.events["layer"], inside)
     in_backward = of_regions & np.isin(step.events["phase"], backwards)
     forwards_follow = np.logical_or.accumulate((of_regions & ~in_backward)[::-1])[::-1]

@@ -71,6 +71,7 @@ def test_phases_are_ordered_by_kind_and_many_share_groups():
         (Phase(Pass.FORWARD, 0), "forward of micro-batch 0", "F0"),
         (Phase(Pass.BACKWARD, 12), "backward of micro-batch 12", "B12"),
         (Phase(Pass.BACKWARD), "backward", "B"),
+        (Phase(Pass.PREFETCH, 1), "prefetch of micro-batch 1", "pre1"),
         (Phase(Pass.OPTIMIZER), "optimizer", "opt"),
         (Phase(Pass.OTHER), "between passes", ""),
         (Phase(Pass.EITHER, 3), "forward or backward 3", "P3"),

@@ -230,6 +230,15 @@ void leave(Place former) {
   mark(thread, {former.pass, former.micro_batch == -1 ? micro_batch : former.micro_batch, former.layer});
 }
 
+// `enter` and `leave` would mark the nodes that the backward makes.
+PrefetchPlace::PrefetchPlace(Place offloaded) : former_(this_thread.explicit_place) {
+  this_thread.explicit_place = {PREFETCH, offloaded.micro_batch, offloaded.layer};
+}
+
+PrefetchPlace::~PrefetchPlace() {
+  this_thread.explicit_place = former_;
+}
+
 int32_t last_forward() {
   return this_thread.last_forward;
 }

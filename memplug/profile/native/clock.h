@@ -11,7 +11,7 @@
 namespace memplug {
 
 // The values of class Pass in memplug/profile/trace.py.
-enum Pass : int32_t { OTHER = 0, FORWARD = 1, BACKWARD = 2, OPTIMIZER = 3, NO_GRAD = 5 };
+enum Pass : int32_t { OTHER = 0, FORWARD = 1, BACKWARD = 2, OPTIMIZER = 3, NO_GRAD = 5, PREFETCH = 6 };
 
 struct Place {
   int32_t pass = OTHER;
@@ -61,6 +61,20 @@ Place enter_no_grad();
 Place enter_layer(int32_t layer);
 Place enter_optimizer();
 void leave(Place former);
+
+// Requests that the calling thread makes for the memory of a prefetched tensor have the pass PREFETCH, and the
+// micro-batch and layer at which the tensor was offloaded. When a tensor is prefetched depends on the device's memory,
+// so these requests would otherwise come among those of any layer's backward, at turns that differ from step to step.
+class PrefetchPlace {
+ public:
+  explicit PrefetchPlace(Place offloaded);
+  ~PrefetchPlace();
+  PrefetchPlace(const PrefetchPlace&) = delete;
+  PrefetchPlace& operator=(const PrefetchPlace&) = delete;
+
+ private:
+  Place former_;
+};
 
 // Returns the micro-batch of the forward that the calling thread entered last; -1: it has entered none since `forget`.
 int32_t last_forward();

@@ -28,7 +28,8 @@ Swapped::Swapped(std::shared_ptr<Transfer> own, const at::Tensor& original, int6
       nbytes(static_cast<int64_t>(original.storage().nbytes())),
       rows(rows),
       version(version_of(tensor)),
-      stream(transfer->streams().current()) {}
+      stream(transfer->streams().current()),
+      place(here()) {}
 
 Swapped::~Swapped() {
   auto& held_bytes = resident ? transfer->resident_bytes : transfer->prefetched_bytes;
@@ -195,6 +196,7 @@ at::Tensor Transfer::memory_for(const Swapped& swapped) {
   }
   buffer_misses += rounding_ != nullptr ? 1 : 0;
   ++allocations;
+  const PrefetchPlace place(swapped.place);
   return streams_.empty(swapped.stream, geometry.size, geometry.stride, geometry.dtype);
 }
 

@@ -30,6 +30,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "clock.h"
 #include "copies.h"
 #include "rounding.h"
 #include "tape.h"
@@ -98,6 +99,7 @@ struct Swapped {
   uint32_t version; // the tensor's version when it was captured
   StreamRef stream; // owner of the tensor's device memory
   int64_t uses = 0, uses_left = 0; // number of reads in one backward: all, and those to come
+  Place place; // where it was captured
   int64_t frame = 0; // number of the frame that needs it first; it is prefetched into that frame's rounding buffer
 };
 
