@@ -1,19 +1,31 @@
 """Measures how the arena serves mixtures of experts, with new tokens in each step: `python -m tests.bench.experts`.
 
-| experts | what they are |
+Each case trains in processes of its own (tests/bench/experts_worker.py). Of several ranks, the row is the one with the
+lowest efficiency. tests/bench/experts_trainings.py says what the models and their experts are.
+
+| model | what it is |
 |---|---|
-| `grouped` | Hugging Face's grouped matmuls: no size depends on the routing |
-| `looped` | a loop over the experts that got tokens: sizes, and what is requested, depend on the routing |
+| `mixtral`, `qwen3_moe` | Hugging Face's, with 8 and 128 experts, without a framework |
+| `deepspeed` | the same Mixtral under DeepSpeed's ZeRO 2 |
+| `megatron`, `megatron-ep2`, `megatron-ep4` | Megatron-Core's GPTModel with 8 experts on one, two and four ranks |
+
+| way | what it is |
+|---|---|
+| `kept` | the arena alone |
+| `token-wise` | layers swap and recompute by rows, as memplug chooses |
+| `recomputed` | the same with alpha 0: only what cannot be recomputed is swapped |
 
 | column | meaning |
 |---|---|
 | served | share of the bytes that the arena served, over the last half of the steps |
-| plans | address plans made in all steps |
+| plans, grown | address plans made in all steps, and how often one was amended, as for more room |
 | live | MiB, the most bytes in use at once in a recorded step |
+| largest | MiB of the largest request |
 | arena | MiB reserved by the arena |
-| beside | MiB of all requests that torch's allocator served in the step with the most of them |
-| efficiency | live over arena and beside, as if the latter were in use all at once; "-" if served is less than 0.99 |
+| beside | MiB of all requests that torch's allocator served in the step with the most of them, of the last half |
+| efficiency | live over arena and beside, as if the latter were in use all at once; "-" if served is less than 0.97 |
 | native, expandable | live over what torch's CUDA allocator reserves, simulated over all recorded steps in turn |
+| step time | a step's time over that with torch's allocator, all else alike: medians of blocks that take turns |
 
 The host is the CPU, so the arena is compared with a simulation of CUDA's allocator (tests/bench/caching_allocator.py).
 """
@@ -23,31 +35,33 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-
-import memplug
-from memplug.arena.arena import Counters
-from memplug.arena.plan.from_trace import last_step
-from memplug.profile.trace import EventKind, Trace
-from tests.bench.caching_allocator import reserved
-from tests.bench.table import Row, figures, render, write_rows
+from tests.bench.experts_trainings import EXPERTS
+from tests.bench.experts_worker import WAYS
+from tests.bench.table import Measured, tabulate
+from tests.support.forking import Libraries, launch_forked
 
 BENCH = "experts"
-MODELS = ("mixtral", "qwen3_moe")
-EXPERTS = {"grouped": "grouped_mm", "looped": "eager"}
-WAYS: dict[str, dict[str, Any]] = {
-    "kept": {"enabled": False},
-    "token-wise": {"enabled": True, "min_offload_bytes": 1024},
+RANKS = {"mixtral": 1, "qwen3_moe": 1, "deepspeed": 1, "megatron": 1, "megatron-ep2": 2, "megatron-ep4": 4}
+IN_FLIGHT = {"mixtral": (1, 4), "qwen3_moe": (1, 4)}  # the other models' backwards follow their forwards: 1
+HEADERS = {
+    "served": "served",
+    "plans": "plans",
+    "grown": "grown",
+    "live_bytes": "live",
+    "largest_bytes": "largest",
+    "arena_bytes": "arena",
+    "beside_bytes": "beside",
+    "efficiency": "efficiency",
+    "native": "native",
+    "expandable": "expandable",
+    "step_time": "step time",
 }
-HEADERS = ("case", "served", "plans", "live", "arena", "beside", "efficiency", "native", "expandable")
-UNITS = {"served": "1", "plans": "1", "efficiency": "1", "native": "1", "expandable": "1"}
-MIB = 2**20
-ENOUGH = 0.99  # served; below it, what torch's allocator reserves beside the arena is not known well enough
+LONGEST_S = 3600  # of a case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,123 +76,61 @@ class Case:
     def __str__(self) -> str:
         return f"{self.model}, {self.experts}, {self.way}, {self.micro_batches} in flight"
 
+    @property
+    def libraries(self) -> Libraries:
+        """Return the libraries that its processes import."""
+        if not self.model.startswith("megatron"):
+            return "deepspeed"
+        return "transformer_engine" if self.experts == "grouped" else "megatron"
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line: which cases, and their sizes."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.bench.{BENCH}", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--models", nargs="+", choices=MODELS, default=list(MODELS), help="[both]")
+    add("--models", nargs="+", choices=RANKS, default=list(RANKS), help="[all]")
     add("--experts", nargs="+", choices=EXPERTS, default=list(EXPERTS), help="[both]")
-    add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="[both]")
+    add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="[all]")
     add("--micro-batches", type=int, nargs="+", default=[1, 4], help="forwards before the first backward [1 4]")
-    add("--layers", type=int, default=8, help="[8]")
-    add("--hidden", type=int, default=128, help="hidden size [128]")
-    add("--tokens", type=int, default=1024, help="of a micro-batch [1024]")
-    add("--steps", type=int, default=100, help="[100]")
+    add("--layers", type=int, default=16, help="Qwen3-MoE has a quarter of them [16]")
+    add("--hidden", type=int, default=64, help="hidden size [64]")
+    add("--tokens", type=int, default=512, help="of a micro-batch [512]")
+    add("--steps", type=int, default=300, help="[300]")
     add("--recorded", type=int, default=6, help="steps that are recorded at the end [6]")
+    add("--rounds", type=int, default=2, help="timed blocks of steps, of each allocator; 0 for no times [2]")
+    add("--block", type=int, default=15, help="steps of a timed block [15]")
     add("--json", type=Path, metavar="FILE", help="write the rows here")
     return parser.parse_args(argv)
 
 
-def model_of(case: Case, args: argparse.Namespace) -> nn.Module:
-    """Return the model of a case."""
-    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": args.hidden, "num_hidden_layers": args.layers, "vocab_size": 512, "use_cache": False}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    if case.model == "mixtral":
-        config = MixtralConfig(intermediate_size=2 * args.hidden, num_local_experts=8, num_experts_per_tok=2, **sizes)
-        model = MixtralForCausalLM(config)
-    else:
-        experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": args.hidden // 4}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(head_dim=args.hidden // 4, **experts, **sizes))
-    model.set_experts_implementation(EXPERTS[case.experts])
-    return model.train()
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Yield the cases that the command line asks for."""
+    for model, *others, micro_batches in itertools.product(args.models, args.experts, args.ways, args.micro_batches):
+        if micro_batches in IN_FLIGHT.get(model, (1,)):
+            yield Case(model, *others, micro_batches)
 
 
 def measure(case: Case, args: argparse.Namespace) -> dict[str, float | None]:
-    """Return the figures of a case."""
-    model, tokens = model_of(case, args), torch.Generator().manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    block = {"enabled": True, "plan_dir": False, "profiler": {"wait_for_plans": True}, "tokenwise": WAYS[case.way]}
-    steps: list[Counters] = []
-    traces: list[Trace] = []
-    with memplug.attach(model, block) as session:
-        for number in range(args.steps + args.recorded):
-            if number >= args.steps:
-                session.record()
-            ids = torch.randint(0, 512, (case.micro_batches, 1, args.tokens), generator=tokens)
-            losses = [model(input_ids=each, labels=each).loss for each in ids]
-            while losses:
-                losses.pop(0).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-            arena = session._attached.boundary.followers.find("arena")
-            if arena is not None:
-                steps.append(arena.step)
-            if session.trace is not None and (not traces or session.trace is not traces[-1]):
-                traces.append(session.trace)
-        report = session.report().arena
-    later = steps[len(steps) // 2 :]
-    served = sum(step.planned_bytes + step.dynamic_bytes + step.reusable_bytes for step in later)
-    left = [step.fallback_bytes for step in later]
-    share = served / max(1, served + sum(left))
-    requests = _requests([last_step(trace) for trace in traces])
-    (native, live), (expandable, _) = (reserved(requests, expandable=how, times=1) for how in (False, True))
-    return {
-        "served": share,
-        "plans": report.plans,
-        "live_bytes": live,
-        "arena_bytes": report.bytes,
-        "beside_bytes": max(left),
-        "efficiency": live / (report.bytes + max(left)) if share >= ENOUGH else None,
-        "native": live / native,
-        "expandable": live / expandable,
-    }
-
-
-def _requests(steps: list[Trace]) -> np.ndarray:
-    """Return the requests of some steps, one after another, for the simulation. int64[k, 4].
-
-    What a step leaves in use is freed as it ends.
-    """
-    rows, first = [], 0
-    for step in steps:
-        live: dict[int, int] = {}
-        for kind, request, nbytes, stream in step.events[["kind", "request", "nbytes", "stream"]].tolist():
-            if kind == EventKind.MALLOC and nbytes > 0:
-                live[request] = stream
-                rows.append((kind, first + request, nbytes, stream))
-            elif kind == EventKind.FREE and request in live:
-                rows.append((kind, first + request, 0, live.pop(request)))
-        rows += [(int(EventKind.FREE), first + request, 0, stream) for request, stream in live.items()]
-        first += len(step.requests)
-    return np.array(rows, np.int64)
+    """Return the figures of a case, of its worst rank."""
+    names = ("layers", "hidden", "tokens", "steps", "recorded", "rounds", "block")
+    given = json.dumps({**dataclasses.asdict(case), **{name: getattr(args, name) for name in names}})
+    with tempfile.TemporaryDirectory() as folder:
+        launch_forked(
+            ["tests.bench.experts_worker", folder, given],
+            libraries=case.libraries,
+            processes=RANKS[case.model],
+            module=True,
+            time_limit_s=LONGEST_S,
+        )
+        found = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+    return min(found, key=lambda figures: (figures["efficiency"] or 0, figures["served"]))
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure every case and print the table."""
     args = parse_args(argv)
-    torch.set_num_threads(1)
-    rows, lines = [], []
-    for of_case in itertools.product(args.models, args.experts, args.ways, args.micro_batches):
-        case = Case(*of_case)
-        found = measure(case, args)
-        rows += [
-            Row(BENCH, str(case), "arena", name, UNITS.get(name, "bytes"), value, args.steps)
-            for name, value in found.items()
-            if value is not None
-        ]
-        cells = [
-            figures(value / MIB if value and name.endswith("_bytes") else value, 3) for name, value in found.items()
-        ]
-        lines.append([str(case), *cells])
-        print(" ".join(lines[-1]), flush=True)
-    print(render(HEADERS, lines, left=0))
-    if args.json:
-        write_rows(args.json, rows)
+    measured = (Measured(str(case), measure(case, args), args.steps) for case in cases(args))
+    tabulate(BENCH, "arena", HEADERS, measured, args.json)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,20 @@ import numpy as np
 from memplug.arena.amending import Lack
 from memplug.arena.planning import amended, planned
 from memplug.profile.trace import Pass, Trace
-from tests.bench.table import Row, figures, render, write_rows
+from tests.bench.table import Measured, tabulate
 from tests.support.folders import DATA
 from tests.support.routed import Served, serve
 from tests.support.traces import Recording
 
 BENCH = "routing"
 STEPS = {"kept": "experts/kept.npz", "token-wise": "experts/tokenwise.npz"}
-HEADERS = ("step", "deviation", "missed", "amended", "efficiency", "of a step", "median")
+HEADERS = {
+    "missed": "missed",
+    "amended": "amended",
+    "efficiency": "efficiency",
+    "of_a_step": "of a step",
+    "median": "median",
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -104,16 +110,11 @@ def measure(name: str, deviation: float, args: argparse.Namespace) -> dict[str, 
 def main(argv: list[str] | None = None) -> None:
     """Measure every step and deviation, and print the table."""
     args = parse_args(argv)
-    rows, lines = [], []
-    for name, deviation in itertools.product(args.steps, args.deviations):
-        found = measure(name, deviation, args)
-        case = f"{name}, deviation {deviation}"
-        rows += [Row(BENCH, case, "arena", metric, "1", value, args.served) for metric, value in found.items()]
-        lines.append([name, str(deviation), *(figures(value, 3) for value in found.values())])
-        print(" ".join(lines[-1]), flush=True)
-    print(render(HEADERS, lines, left=0))
-    if args.json:
-        write_rows(args.json, rows)
+    measured = (
+        Measured(f"{name}, deviation {deviation}", measure(name, deviation, args), args.served)
+        for name, deviation in itertools.product(args.steps, args.deviations)
+    )
+    tabulate(BENCH, "arena", HEADERS, measured, args.json)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,50 @@ class Row:
     unit: str
     value: float | str
     n: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The figures of one case.
+
+    Attributes:
+        case: See `Row`.
+        figures: By metric: bytes if its name ends in "_bytes", else a ratio or a count. None: unknown.
+        n: Number of measurements behind them.
+    """
+
+    case: str
+    figures: Mapping[str, float | None]
+    n: int
+
+
+def tabulate(
+    bench: str, mode: str, headers: Mapping[str, str], measured: Iterable[Measured], file: Path | None
+) -> None:
+    """Print a line for each case once it is measured, and then the whole table; bytes are shown in MiB.
+
+    Args:
+        bench: See `Row`.
+        mode: See `Row`.
+        headers: Of the table, by metric, in the order of the columns.
+        measured: Measures the next case when it is asked for it.
+        file: The file to write the rows to; None: to none.
+    """
+    rows, lines = [], []
+    for one in measured:
+        is_bytes = {name: name.endswith("_bytes") for name in headers}
+        found = [(name, one.figures[name]) for name in headers]
+        rows += [
+            Row(bench, one.case, mode, name, "bytes" if is_bytes[name] else "1", value, one.n)
+            for name, value in found
+            if value is not None
+        ]
+        shown = [value / MIB if value is not None and is_bytes[name] else value for name, value in found]
+        lines.append([one.case, *(figures(value, 3) for value in shown)])
+        print(" ".join(lines[-1]), flush=True)
+    print(render(["case", *headers.values()], lines, left=0))
+    if file is not None:
+        write_rows(file, rows)
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:
