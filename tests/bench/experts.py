@@ -17,15 +17,17 @@ lowest efficiency. tests/bench/experts_trainings.py says what the models and the
 
 | column | meaning |
 |---|---|
+| varying | share of the bytes that a plan has no addresses for, since they vary, over the last half of the steps |
 | served | share of the bytes that the arena served, over the last half of the steps |
 | plans, grown | address plans made in all steps, and how often one was amended, as for more room |
 | live | MiB, the most bytes in use at once in a recorded step |
+| most | MiB, the same of all steps under the last plan, as far as the arena served them |
 | largest | MiB of the largest request |
 | arena | MiB reserved by the arena |
 | beside | MiB of all requests that torch's allocator served in the step with the most of them, of the last half |
-| efficiency | live over arena and beside, as if the latter were in use all at once; "-" if served is less than 0.97 |
+| efficiency | most over arena and beside, as if the latter were in use all at once; "-" if served is less than 0.97 |
 | native, expandable | live over what torch's CUDA allocator reserves, simulated over all recorded steps in turn |
-| step time | a step's time over that with torch's allocator, all else alike: medians of blocks that take turns |
+| CPU time | of a step, over that with torch's allocator, all else alike: medians of blocks that take turns |
 
 The host is the CPU, so the arena is compared with a simulation of CUDA's allocator (tests/bench/caching_allocator.py).
 """
@@ -49,17 +51,19 @@ BENCH = "experts"
 RANKS = {"mixtral": 1, "qwen3_moe": 1, "deepspeed": 1, "megatron": 1, "megatron-ep2": 2, "megatron-ep4": 4}
 IN_FLIGHT = {"mixtral": (1, 4), "qwen3_moe": (1, 4)}  # the other models' backwards follow their forwards: 1
 HEADERS = {
+    "varying": "varying",
     "served": "served",
     "plans": "plans",
     "grown": "grown",
     "live_bytes": "live",
     "largest_bytes": "largest",
+    "most_bytes": "most",
     "arena_bytes": "arena",
     "beside_bytes": "beside",
     "efficiency": "efficiency",
     "native": "native",
     "expandable": "expandable",
-    "step_time": "step time",
+    "cpu_time": "CPU time",
 }
 LONGEST_S = 3600  # of a case
 

@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "recomputed": {"enabled": True, "alpha": 0.0, **SMALLEST},
 }
 ENOUGH = 0.97  # served; below it, what torch's allocator reserves beside the arena is not known well enough
-WARM_UP = 18  # steps until plans of a new session are in force
+WARM_UP = 24  # steps until plans of a new session are in force
 
 
 def block_of(way: str, arena: bool) -> dict[str, Any]:
@@ -66,39 +66,47 @@ def measure(training: Training, case: dict[str, Any]) -> dict[str, float | None]
     served = sum(step.planned_bytes + step.dynamic_bytes + step.reusable_bytes for step in later)
     left = [step.fallback_bytes for step in later]
     share = served / max(1, served + sum(left))
+    most, beside = report.peak_bytes, max(left)  # the arena's peak is of all steps since the last plan
     requests = requests_of([last_step(trace) for trace in traces])
     (native, live), (expandable, _) = (reserved(requests, expandable=how, times=1) for how in (False, True))
     return {
+        "varying": sum(step.dynamic_bytes + step.dynamic_missed_bytes for step in later) / max(1, served + sum(left)),
         "served": share,
         "plans": report.plans,
         "grown": report.amendments,
         "live_bytes": live,
         "largest_bytes": int(requests[:, 2].max()),
+        "most_bytes": max(most, live),
         "arena_bytes": report.bytes,
-        "beside_bytes": max(left),
-        "efficiency": live / (report.bytes + max(left)) if share >= ENOUGH else None,
+        "beside_bytes": beside,
+        "efficiency": max(most, live) / (report.bytes + beside) if share >= ENOUGH else None,
         "native": live / native,
         "expandable": live / expandable,
-        "step_time": step_time(training, case),
+        "cpu_time": cpu_time(training, case),
     }
 
 
-def step_time(training: Training, case: dict[str, Any]) -> float | None:
-    """Return the median time of a step served by the arena over one served by torch's allocator, by turns."""
+def cpu_time(training: Training, case: dict[str, Any]) -> float | None:
+    """Return the median CPU time of a step served by the arena over one served by torch's allocator, by turns.
+
+    None: nothing was timed, or the arena did not serve yet.
+    """
     seconds: dict[bool, list[float]] = {True: [], False: []}
+    late = False
     for _ in range(case["rounds"]):
         for arena in (True, False):
             session = None
             if arena or WAYS[case["way"]]["enabled"]:
                 session = memplug.attach(training.target, block_of(case["way"], arena))
             for number in range(WARM_UP + case["block"]):
-                begin = time.perf_counter()
+                begin = time.process_time()
                 training.step(session)
                 if number >= WARM_UP:
-                    seconds[arena].append(time.perf_counter() - begin)
+                    seconds[arena].append(time.process_time() - begin)
             if session is not None:
+                late = late or (arena and session.report().arena.state != "serving")
                 session.detach()
-    if not seconds[True]:
+    if late or not seconds[True]:
         return None
     return statistics.median(seconds[True]) / statistics.median(seconds[False])
 

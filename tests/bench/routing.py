@@ -2,8 +2,10 @@
 
 The step has 4 layers (hidden size 256, 8 experts of which 2, 1,024 tokens, grouped matmuls). Expert parallelism is
 imitated: in each step and layer one factor, normal with a deviation of `--deviations`, scales all that is asked for
-inside of the experts, their weights' gradients too. Some steps are recorded, the plan is made, and others are served by
-a model of the arena (tests/support/routed.py). After two steps that lack room, the room grows, as in training.
+inside of the experts, their weights' gradients too. With the popularity `zipf` the rank has two of the eight experts,
+whose popularity falls as in Zipf's law, each layer's in another order; the factor's mean is then their share of the
+tokens, over an even share. Some steps are recorded, the plan is made, and others are served by a model of the arena
+(tests/support/routed.py). After two steps that lack room, the room grows, as in training.
 
 | column | meaning |
 |---|---|
@@ -16,6 +18,7 @@ a model of the arena (tests/support/routed.py). After two steps that lack room, 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from pathlib import Path
 
@@ -31,6 +34,8 @@ from tests.support.traces import Recording
 
 BENCH = "routing"
 STEPS = {"kept": "experts/kept.npz", "token-wise": "experts/tokenwise.npz"}
+LAYERS, EXPERTS, OWN = 4, 8, 2  # of the step, of a layer, and of the rank
+POPULARITY = {"even": np.ones(EXPERTS), "zipf": 1 / np.arange(1, EXPERTS + 1)}
 HEADERS = {
     "missed": "missed",
     "amended": "amended",
@@ -46,6 +51,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="[both]")
     add("--deviations", type=float, nargs="+", default=[0.0, 0.05, 0.15], help="of the factors [0 0.05 0.15]")
+    add("--popularity", nargs="+", choices=POPULARITY, default=list(POPULARITY), help="of the experts [both]")
     add("--recorded", type=int, default=4, help="steps that the plan is made from [4]")
     add("--served", type=int, default=100, help="steps that are served [100]")
     add("--seed", type=int, default=0)
@@ -53,13 +59,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def step_of(file: Path, deviation: float, random: np.random.Generator) -> Trace:
+def shares_of(popularity: np.ndarray, layers: int, random: np.random.Generator) -> np.ndarray:
+    """Return for each layer the tokens that the rank's experts get on average, over an even share. float64[layers]."""
+    orders = np.array([random.permutation(popularity) for _ in range(layers)])
+    return orders[:, :OWN].mean(axis=1) / popularity.mean()
+
+
+def step_of(file: Path, shares: np.ndarray, deviation: float, random: np.random.Generator) -> Trace:
     """Return a recorded step with sizes inside of the experts drawn anew."""
     with np.load(file) as record:
         inside, layer, nbytes = record["inside"], record["layer"], record["nbytes"].copy()
         events = list(zip(record["malloc"].tolist(), record["request"].tolist(), strict=True))
-    for each in np.unique(layer[inside]):
-        factor = np.clip(1 + deviation * random.standard_normal(), 0.5, 2)
+    for each, share in zip(np.unique(layer[inside]), shares, strict=True):
+        factor = share * np.clip(1 + deviation * random.standard_normal(), 0.5, 2)
         nbytes[inside & (layer == each)] = (nbytes[inside & (layer == each)] * factor).astype(int)
     recording = Recording()
     recording.step()
@@ -82,15 +94,17 @@ def step_of(file: Path, deviation: float, random: np.random.Generator) -> Trace:
     return recording.trace()
 
 
-def measure(name: str, deviation: float, args: argparse.Namespace) -> dict[str, float]:
-    """Return the figures of one step and deviation."""
+def measure(name: str, popularity: str, deviation: float, args: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of one step, popularity of its experts and deviation."""
     random = np.random.default_rng(args.seed)
-    recorded = [step_of(DATA / STEPS[name], deviation, random) for _ in range(args.recorded)]
+    shares = shares_of(POPULARITY[popularity], LAYERS, random)
+    drawn = functools.partial(step_of, DATA / STEPS[name], shares, deviation, random)
+    recorded = [drawn() for _ in range(args.recorded)]
     plan, _ = planned(recorded[-1], recorded[:-1], "auto", False)
     served: list[Served] = []
     share, amendments, lack = [], 0, Lack()
     for _ in range(args.served):
-        found = serve(plan, step_of(DATA / STEPS[name], deviation, random))
+        found = serve(plan, drawn())
         served.append(found)
         share.append(found.live_bytes / (plan.solution.height + found.beside_bytes))
         lack.end_step(found)
@@ -111,8 +125,10 @@ def main(argv: list[str] | None = None) -> None:
     """Measure every step and deviation, and print the table."""
     args = parse_args(argv)
     measured = (
-        Measured(f"{name}, deviation {deviation}", measure(name, deviation, args), args.served)
-        for name, deviation in itertools.product(args.steps, args.deviations)
+        Measured(
+            f"{name}, {popularity}, deviation {deviation}", measure(name, popularity, deviation, args), args.served
+        )
+        for name, popularity, deviation in itertools.product(args.steps, args.popularity, args.deviations)
     )
     tabulate(BENCH, "arena", HEADERS, measured, args.json)
 
