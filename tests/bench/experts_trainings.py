@@ -78,10 +78,11 @@ class DeepSpeedMixture:
 
         model = transformers_model("mixtral", experts, sizes)
         elements = sum(parameter.numel() for parameter in model.parameters()) // sizes.layers  # of a bucket
+        adam = {"lr": 1e-4, "torch_adam": True, "fused": True}  # else its temporaries would be most of the memory
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": micro_batches,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "optimizer": {"type": "AdamW", "params": adam},
             "zero_optimization": {"stage": 2, "reduce_bucket_size": elements, "allgather_bucket_size": elements},
         }
         parameters = model.parameters()
