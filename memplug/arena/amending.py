@@ -12,7 +12,7 @@ from memplug.arena.plan.problem import Problem
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
 MOST_AMENDMENTS = 16
-"""One plan may be amended so often."""
+"""One plan may be amended so often for late blocks, and as often again for more room."""
 
 MISSED_SHARE = 0.002
 """A step lacks room if more than this share of its dynamic requests' bytes finds none."""
@@ -21,21 +21,22 @@ MISSED_STEPS = 2
 """After so many steps that lack room, the room grows."""
 
 MOST_GROWTH = 0.05
-"""The room grows by at most this share of its bytes at once."""
+"""The room grows by at most this share of its bytes at once, or by the largest request that found none."""
 
 
 class Lack:
-    """Counts the steps since the last plan whose dynamic requests lacked room, and the bytes that found none."""
+    """Counts the steps whose dynamic requests lacked room, since it grew last, and the bytes that found none."""
 
     def __init__(self) -> None:
-        self._steps = self._most_bytes = 0
+        self._steps = self._most_bytes = self._largest_bytes = 0
 
     def end_step(self, step: Counters) -> None:
-        """Count a step, by `dynamic_bytes` and `dynamic_missed_bytes`."""
+        """Count a step, by `dynamic_bytes`, `dynamic_missed_bytes` and `dynamic_missed_largest`."""
         missed = step.dynamic_missed_bytes
         if missed > MISSED_SHARE * (step.dynamic_bytes + missed):
             self._steps += 1
             self._most_bytes = max(self._most_bytes, missed)
+            self._largest_bytes = max(self._largest_bytes, step.dynamic_missed_largest)
 
     @property
     def lasts(self) -> bool:
@@ -44,7 +45,7 @@ class Lack:
 
     def with_more_room(self, problem: Problem) -> Problem:
         """Return the problem with a room for the bytes that found none, or for as many as it may grow by."""
-        share = min(MOST_GROWTH, self._most_bytes / problem.room_bytes)
+        share = min(max(MOST_GROWTH * problem.room_bytes, self._largest_bytes), self._most_bytes) / problem.room_bytes
         buffers, room = problem.buffers.copy(), problem.buffers["room"]
         buffers["size"][room] = rounded_up(np.ceil(buffers["size"][room] * (1 + share)).astype(np.int64), BLOCK_BYTES)
         return replace(problem, buffers=buffers)

@@ -67,14 +67,16 @@ class Addresses:
     Attributes:
         plan: the arena's part of the plan.
         tables: the same plan, as the native arena reads it.
-        amendments: how often the plan was amended, see `memplug.arena.amending`.
+        lengthened: how often the plan was amended for late blocks, see `memplug.arena.amending`.
+        grown: how often it was amended for more room.
         source: origin of the plan, in words for the log; "" once the addresses have been installed.
         gradients_stay: see `memplug.plans.schema.TrainingPart`.
     """
 
     plan: AddressPlan
     tables: ArenaTables
-    amendments: int
+    lengthened: int
+    grown: int
     source: str
     gradients_stay: bool = False
 
@@ -115,12 +117,12 @@ class PlannedAddresses(Technique[Addresses]):
         self._config, self._arena, self._beside, self._tell, self._folder = config, arena, beside, tell, folder
         self._state = ArenaState.WAITING
         self._serving: Addresses | None = None
-        self._amending = 0  # number of amendments in the plan that is being made; 0: a new plan
+        self._amending = 0, 0  # `lengthened` and `grown` of the plan that is being made; (0, 0): a new plan
         self._recorded: list[Trace] = []  # for the plan that is wanted
         self._earlier: list[Trace] = []  # for the program's earlier plans
         self._steps = 0  # steps since the last withdrawal, or since remembered addresses were installed
         self._mismatched_steps = 0
-        self._lack = Lack()  # since the last plan
+        self._lack = Lack()
         self._patience = 1  # `_steps` at which another new plan may be made; that plan sets this to 2 * `_steps`
         self._beginning = self._before = arena.counters()  # earlier sessions may have used the arena
         self.step = self._before.since(self._before)
@@ -225,9 +227,10 @@ class PlannedAddresses(Technique[Addresses]):
             self._lack.end_step(self.step)
             if self._is_late():
                 late = self._serving.tables.rows[np.array(self._arena.late())]
-                return self._amend(with_longer_lives(problem, late))
-            if self._lack.lasts and problem.room_bytes and self._serving.amendments < MOST_AMENDMENTS:
-                return self._amend(self._lack.with_more_room(problem))
+                return self._amend(with_longer_lives(problem, late), lengthened=1)
+            if self._lack.lasts and problem.room_bytes and self._serving.grown < MOST_AMENDMENTS:
+                larger, self._lack = self._lack.with_more_room(problem), Lack()
+                return self._amend(larger, grown=1)
             if self._departs():
                 self._tell(f"arena: {self._departure()}; making a new plan", logging.INFO)
                 self._state = ArenaState.RECORDING
@@ -246,7 +249,6 @@ class PlannedAddresses(Technique[Addresses]):
         self._beside.stop()
         self._arena.serve(part.tables)
         self._room.begin()
-        self._lack = Lack()
         self._has_served = False
         if not part.source:
             self._steps, self._mismatched_steps, self._patience = 0, 0, 1
@@ -258,7 +260,7 @@ class PlannedAddresses(Technique[Addresses]):
             f"arena: {size(promised.arena_bytes)} for {problem.requests:,} requests, the largest "
             f"{size(problem.largest_bytes)}, efficiency {known(part.plan.efficiency, '{:.2%}'.format)}, "
             f"{part.source or 'remembered'}",
-            logging.INFO if part.source and not part.amendments else logging.DEBUG,
+            logging.INFO if part.source and not part.lengthened + part.grown else logging.DEBUG,
         )
         part.source = ""
 
@@ -291,7 +293,7 @@ class PlannedAddresses(Technique[Addresses]):
             return None
         own = replace(own, problem=replace(own.problem, fingerprint=plan.fingerprint))
         stays = plan.training is not None and plan.training.gradients_stay
-        return Addresses(own, tables_of(own), 0, "as an earlier run kept it", stays)
+        return Addresses(own, tables_of(own), 0, 0, "as an earlier run kept it", stays)
 
     def keep(self, part: Addresses, plan: MemoryPlan) -> MemoryPlan:
         """Return the plan with these addresses, and with the fingerprint of the step that they were planned from."""
@@ -328,7 +330,7 @@ class PlannedAddresses(Technique[Addresses]):
             return None
         seen = [*self._earlier, *recorded][:-1]
         self._earlier, self._recorded = [*seen, trace][-MOST_RECORDED_STEPS:], []
-        self._state, self._amending = ArenaState.PLANNING, 0
+        self._state, self._amending, self._lack = ArenaState.PLANNING, (0, 0), Lack()
         others = [other for other in seen if _alike(other, trace)] or recorded[:-1]
         config = self._config
         self._beside.begin(planning.planned, trace, others, config.planner, config.checks, self._folder)
@@ -343,12 +345,12 @@ class PlannedAddresses(Technique[Addresses]):
         step = self.step
         asked = step.from_arena + step.mismatched
         unknown = step.unplanned > MISMATCHED_SHARE * asked  # True: another program runs, and amending does not help
-        is_open = step.occupied and not unknown and self._serving.amendments < MOST_AMENDMENTS
+        is_open = step.occupied and not unknown and self._serving.lengthened < MOST_AMENDMENTS
         return bool(is_open and self._arena.late())
 
-    def _amend(self, problem: Problem) -> Addresses | None:
+    def _amend(self, problem: Problem, lengthened: int = 0, grown: int = 0) -> Addresses | None:
         """Plan again for a changed problem, beside training."""
-        self._amending = self._serving.amendments + 1
+        self._amending = self._serving.lengthened + lengthened, self._serving.grown + grown
         self._beside.begin(planning.amended, self._serving.plan, problem, self._config.planner)
         return self._made()
 
@@ -362,9 +364,9 @@ class PlannedAddresses(Technique[Addresses]):
             raise LayoutError(  # a planner must not end a training
                 f"planning failed: {type(error).__name__}: {error}", "Please report it, with a trace.", code="MP016"
             ) from error
-        self.plans += not self._amending
-        self.amendments += bool(self._amending)
-        return Addresses(plan, tables, self._amending, f"planned in {plan.solution.seconds:.1f} s")
+        self.plans += self._amending == (0, 0)
+        self.amendments += self._amending != (0, 0)
+        return Addresses(plan, tables, *self._amending, f"planned in {plan.solution.seconds:.1f} s")
 
 
 def _alike(one: Trace, other: Trace) -> bool:

@@ -98,6 +98,7 @@ class Served:
         beside_bytes: the most bytes in use at once that torch's allocator served.
         dynamic_bytes: bytes of dynamic requests that the arena served.
         dynamic_missed_bytes: bytes of those that torch's allocator served.
+        dynamic_missed_largest: bytes of the largest of those.
         occupied: planned requests whose bytes were in use.
     """
 
@@ -105,6 +106,7 @@ class Served:
     beside_bytes: int = 0
     dynamic_bytes: int = 0
     dynamic_missed_bytes: int = 0
+    dynamic_missed_largest: int = 0
     occupied: int = 0
 
     @property
@@ -134,6 +136,7 @@ def serve(plan: AddressPlan, step: Trace) -> Served:
             begin = places.dynamic(place, size, used)
             found.dynamic_bytes += size * (begin is not None)
             found.dynamic_missed_bytes += size * (begin is None)
+            found.dynamic_missed_largest = max(found.dynamic_missed_largest, size * (begin is None))
         elif any(low < begin + size and begin < high for low, high in used):
             begin, found.occupied = None, found.occupied + 1
         if begin is None:

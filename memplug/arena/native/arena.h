@@ -223,7 +223,7 @@ class Arena {
     int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
     uint32_t step = 0;
   };
-  struct Space { // one byte range of a group, in the reused part
+  struct SearchedSpace { // one byte range of a group, in the reused part
     int64_t begin;
     int64_t end;
     int32_t first, last; // numbers in `planned_`: the offsets in the range are [first, last)
@@ -285,12 +285,12 @@ class Arena {
   bool is_stream(int32_t number, Stream stream);
   bool is_only_stream(Stream stream) const;
   bool is_free(const Row& row);
-  Space space_of(int64_t begin, int64_t end) const;
-  bool has_planned(const Space& space) const;
+  SearchedSpace space_of(int64_t begin, int64_t end) const;
+  bool has_planned(const SearchedSpace& space) const;
   Stretch first_planned(int64_t begin, int64_t end) const;
   Stretch last_planned(int64_t begin, int64_t end) const;
-  int64_t lowest(const Space& space, int64_t size);
-  int64_t highest(const Space& space, int64_t size);
+  int64_t lowest(const SearchedSpace& space, int64_t size);
+  int64_t highest(const SearchedSpace& space, int64_t size);
   int64_t lowest_of(int32_t group, int64_t size);
   int64_t highest_of(int32_t group, int64_t size, int64_t ceiling);
   void* take_planned(Row& row, size_t nbytes, Stream stream);
@@ -324,7 +324,7 @@ class Arena {
   Spot* last_spot_ = nullptr;
   std::vector<std::vector<int32_t>> slots_of_; // by slot class: indices of its slots
   std::vector<LoadedSlot> slots_;
-  std::vector<std::vector<Space>> spaces_of_; // by group
+  std::vector<std::vector<SearchedSpace>> spaces_of_; // by group
   // by the plan's stream number: whether the stream is known yet, and the stream
   std::vector<std::pair<bool, Stream>> streams_;
 

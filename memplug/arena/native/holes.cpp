@@ -18,7 +18,7 @@ Holes::Holes(int64_t nbytes) : chunks_{{0, nbytes, {{0, nbytes}}}} {}
 // hole, the position of the first hole.
 Holes::Position Holes::behind(int64_t offset) const {
   const auto chunk = std::prev(std::upper_bound(
-      std::next(chunks_.begin()), chunks_.end(), offset, [](int64_t o, const Chunk& chunk) { return o < chunk.begin; }));
+      std::next(chunks_.begin()), chunks_.end(), offset, [](int64_t o, const HoleChunk& chunk) { return o < chunk.begin; }));
   const auto hole = std::upper_bound(
       chunk->holes.begin(), chunk->holes.end(), offset, [](int64_t o, const Stretch& hole) { return o < hole.first; });
   return {static_cast<size_t>(chunk - chunks_.begin()), static_cast<size_t>(hole - chunk->holes.begin())};
@@ -41,7 +41,7 @@ bool Holes::holds(Position at, int64_t offset) const {
 
 void Holes::take(int64_t begin, int64_t end) {
   const Position at = holds(found_, begin) ? found_ : at_or_below(begin);
-  Chunk& chunk = chunks_[at.chunk];
+  HoleChunk& chunk = chunks_[at.chunk];
   Stretch& hole = chunk.holes[at.hole];
   const int64_t hole_end = hole.second;
   if (hole.first < begin) {
@@ -59,10 +59,10 @@ void Holes::take(int64_t begin, int64_t end) {
 
 void Holes::give_back(int64_t begin, int64_t end) {
   const Position at = behind(begin);
-  Chunk& chunk = chunks_[at.chunk];
+  HoleChunk& chunk = chunks_[at.chunk];
   const bool is_last = at.hole == chunk.holes.size() && at.chunk + 1 < chunks_.size();
   const Position next = is_last ? Position{at.chunk + 1, 0} : at;
-  Chunk& after = chunks_[next.chunk];
+  HoleChunk& after = chunks_[next.chunk];
   Stretch* const lower = at.hole > 0 ? &chunk.holes[at.hole - 1] : nullptr;
   Stretch* const upper = next.hole < after.holes.size() ? &after.holes[next.hole] : nullptr;
   const bool joins_upper = upper != nullptr && upper->first == end;
@@ -84,21 +84,21 @@ void Holes::give_back(int64_t begin, int64_t end) {
 void Holes::insert(Position at, Stretch hole) {
   if (chunks_[at.chunk].holes.size() == MOST_HOLES) {
     constexpr size_t HALF = MOST_HOLES / 2;
-    Chunk& lower = chunks_[at.chunk];
+    HoleChunk& lower = chunks_[at.chunk];
     const auto middle = lower.holes.begin() + HALF;
-    Chunk upper{middle->first, lower.largest, {middle, lower.holes.end()}};
+    HoleChunk upper{middle->first, lower.largest, {middle, lower.holes.end()}};
     lower.holes.erase(middle, lower.holes.end());
     chunks_.insert(chunks_.begin() + static_cast<std::ptrdiff_t>(at.chunk) + 1, std::move(upper));
     at = at.hole <= HALF ? at : Position{at.chunk + 1, at.hole - HALF};
   }
-  Chunk& chunk = chunks_[at.chunk];
+  HoleChunk& chunk = chunks_[at.chunk];
   chunk.holes.insert(chunk.holes.begin() + static_cast<std::ptrdiff_t>(at.hole), hole);
   chunk.begin = chunk.holes.front().first;
   chunk.largest = std::max(chunk.largest, size_of(hole));
 }
 
 void Holes::erase(Position at) {
-  Chunk& chunk = chunks_[at.chunk];
+  HoleChunk& chunk = chunks_[at.chunk];
   chunk.holes.erase(chunk.holes.begin() + static_cast<std::ptrdiff_t>(at.hole));
   if (!chunk.holes.empty()) {
     chunk.begin = chunk.holes.front().first;
@@ -117,7 +117,7 @@ Stretch Holes::lowest(int64_t begin, int64_t end, int64_t size) {
   const auto is_large = [size](const Stretch& hole) { return size_of(hole) >= size; };
   const Position first = at_or_below(begin);
   for (auto chunk = chunks_.begin() + first.chunk;; ++chunk) {
-    chunk = std::find_if(chunk, chunks_.end(), [size](const Chunk& chunk) { return chunk.largest >= size; });
+    chunk = std::find_if(chunk, chunks_.end(), [size](const HoleChunk& chunk) { return chunk.largest >= size; });
     if (chunk == chunks_.end()) {
       return {end, end};
     }
@@ -141,7 +141,7 @@ Stretch Holes::highest(int64_t begin, int64_t end, int64_t size) {
   const auto is_large = [size](const Stretch& hole) { return size_of(hole) >= size; };
   const Position last = at_or_below(end);
   for (auto chunk = std::make_reverse_iterator(chunks_.begin() + last.chunk + 1);; ++chunk) {
-    chunk = std::find_if(chunk, chunks_.rend(), [size](const Chunk& chunk) { return chunk.largest >= size; });
+    chunk = std::find_if(chunk, chunks_.rend(), [size](const HoleChunk& chunk) { return chunk.largest >= size; });
     if (chunk == chunks_.rend()) {
       return {begin, begin};
     }
@@ -160,7 +160,7 @@ Stretch Holes::highest(int64_t begin, int64_t end, int64_t size) {
   }
 }
 
-void Holes::note_largest(Chunk& chunk) {
+void Holes::note_largest(HoleChunk& chunk) {
   chunk.largest = 0;
   for (const Stretch& hole : chunk.holes) {
     chunk.largest = std::max(chunk.largest, size_of(hole));

@@ -34,7 +34,7 @@ class Holes {
  private:
   static constexpr size_t MOST_HOLES = 64;
 
-  struct Chunk { // only the first chunk may be empty, if there is no hole
+  struct HoleChunk { // only the first chunk may be empty, if there is no hole
     int64_t begin; // where the first hole begins
     int64_t largest; // no hole of the chunk has more bytes; searches lower it to the truth
     std::vector<Stretch> holes;
@@ -49,9 +49,9 @@ class Holes {
   bool holds(Position at, int64_t offset) const;
   void insert(Position at, Stretch hole);
   void erase(Position at);
-  static void note_largest(Chunk& chunk);
+  static void note_largest(HoleChunk& chunk);
 
-  std::vector<Chunk> chunks_;
+  std::vector<HoleChunk> chunks_;
   Position found_{0, 0}; // of the latest search, most likely the hole to take bytes from next
 };
 

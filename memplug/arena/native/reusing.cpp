@@ -9,11 +9,11 @@
 
 namespace memplug {
 
-Arena::Space Arena::space_of(int64_t begin, int64_t end) const {
+Arena::SearchedSpace Arena::space_of(int64_t begin, int64_t end) const {
   return {begin, end, planned_.number_from(begin), planned_.number_from(end)};
 }
 
-bool Arena::has_planned(const Space& space) const {
+bool Arena::has_planned(const SearchedSpace& space) const {
   const int64_t next = planned_.next(space.first);
   return (next >= 0 && next < space.last) || planned_.reaching(space.first, space.begin) >= 0;
 }
@@ -38,7 +38,7 @@ Stretch Arena::last_planned(int64_t begin, int64_t end) const {
 }
 
 // Returns the offset of the lowest `size` bytes of the space that are free now, or -1.
-int64_t Arena::lowest(const Space& space, int64_t size) {
+int64_t Arena::lowest(const SearchedSpace& space, int64_t size) {
   const bool planned = has_planned(space);
   for (int64_t from = space.begin; space.end - from >= size;) {
     const Stretch hole = reused_->holes.lowest(from, space.end, size);
@@ -55,7 +55,7 @@ int64_t Arena::lowest(const Space& space, int64_t size) {
 }
 
 // Returns the offset of the highest `size` bytes of the space that are free now, or -1.
-int64_t Arena::highest(const Space& space, int64_t size) {
+int64_t Arena::highest(const SearchedSpace& space, int64_t size) {
   const bool planned = has_planned(space);
   for (int64_t to = space.end; to - space.begin >= size;) {
     const Stretch hole = reused_->holes.highest(space.begin, to, size);
@@ -72,7 +72,7 @@ int64_t Arena::highest(const Space& space, int64_t size) {
 }
 
 int64_t Arena::lowest_of(int32_t group, int64_t size) {
-  for (const Space& space : spaces_of_[group]) {
+  for (const SearchedSpace& space : spaces_of_[group]) {
     if (const int64_t offset = lowest(space, size); offset >= 0) {
       return offset;
     }
@@ -81,9 +81,9 @@ int64_t Arena::lowest_of(int32_t group, int64_t size) {
 }
 
 int64_t Arena::highest_of(int32_t group, int64_t size, int64_t ceiling) {
-  const std::vector<Space>& spaces = spaces_of_[group];
+  const std::vector<SearchedSpace>& spaces = spaces_of_[group];
   for (auto space = spaces.rbegin(); space != spaces.rend(); ++space) {
-    Space below = *space;
+    SearchedSpace below = *space;
     below.end = std::min(below.end, ceiling);
     if (const int64_t offset = highest(below, size); offset >= 0) {
       return offset;

@@ -34,7 +34,10 @@ THRESHOLDS = 6
 """So many lifetimes are tried as the border between requests at the bottom of the room and those at its top."""
 
 MOST_OVER = 1.25
-"""A plan has a room if the arena then needs at most this many times the bytes that the steps have in use at once."""
+"""Torch's allocator is taken to need this many times the bytes of the dynamic requests that are in use at once.
+
+A plan has no room if the arena with a room needs more than the arena without one and torch's allocator together.
+"""
 
 
 def with_rooms(
@@ -43,7 +46,7 @@ def with_rooms(
     """Return the problem with a room for the step's dynamic requests, and the groups that the room's top serves.
 
     Without a room, dynamic requests have the bytes that the planned ones happen to leave, and torch's allocator. The
-    problem has no room if one takes too many bytes.
+    problem has no room if one takes more bytes than torch's allocator would.
 
     Args:
         problem: the step's other requests.
@@ -59,8 +62,8 @@ def with_rooms(
     planned = groups.planned_bytes(problem.buffers)
     hangs = _best_sides(steps, groups, planned, time.monotonic() + seconds)
     height = _height(steps, groups, hangs)
-    in_use_bytes = int((np.max([each.live_bytes(groups.instants) for each in steps], axis=0) + planned).max())
-    if (height + planned).max() > MOST_OVER * in_use_bytes:
+    dynamic_bytes = max(int(each.live_bytes(groups.instants).max()) for each in steps)
+    if (height + planned).max() > planned.max() + MOST_OVER * dynamic_bytes:
         return problem, frozenset()
     spare = _spare_bytes([_height([each], groups, hangs) + planned for each in steps])
     higher = height * (1 + spare / max(1, int(height.max())))
