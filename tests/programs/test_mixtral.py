@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import memplug
+from tests.support import mixtures
 from tests.support.causal_models import mixtral
 
 STEPS = 20
@@ -59,3 +60,12 @@ def test_mixture_trains_as_without_memplug(plain, alpha, arena):
         assert losses == pytest.approx(plain[0], abs=1e-3)
         for one, other in zip(gradients[0], plain[1][0], strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_looped_mixture_trains_300_steps_to_the_bit_by_one_plan(alpha: float) -> None:
+    losses, weights, _ = mixtures.trained(300, None)
+    own_losses, own_weights, report = mixtures.trained(300, mixtures.block(alpha))
+    assert own_losses == losses and all(map(torch.equal, own_weights, weights))
+    assert report["arena_plans"] <= 2 and report["arena_dynamic"] > 300
