@@ -19,6 +19,7 @@ import torch
 from memplug import native
 from memplug.errors import SwapError
 from memplug.profile.recorder import Detail
+from memplug.profile.tensors import lives, ranking
 from memplug.profile.trace import Trace
 from memplug.session.given import Given
 from memplug.session.technique import Technique
@@ -81,7 +82,8 @@ class SwapsWhole(Technique[SwapPart]):
         self.promises: Promises | None = None
         self._missed = self._missing_steps = 0
         self._steps = 0  # steps since the part in force was installed
-        self._sizes_vary = False  # whether the sizes of dynamic layers' requests differ from step to step
+        self._sizes_vary = False  # whether sizes of the list's tensors differ from step to step
+        self._compared: Trace | None = None  # if sizes vary, a step to compare the planned one with
         self._resident: tuple[int, ...] = ()  # the model's tensors, by their numbers in the recorded step
         self._others_left = 0  # how many further steps may be recorded, see `OTHERS`
 
@@ -167,7 +169,8 @@ class SwapsWhole(Technique[SwapPart]):
             self._missed += missed
             if self._departs(missed):
                 self._tell(
-                    "swap list: sizes of experts' tensors change in every step: planning without them", logging.INFO
+                    "swap list: sizes of its tensors change from step to step: planning without those that change",
+                    logging.INFO,
                 )
                 self._sizes_vary = True
                 self._plan_anew()
@@ -193,6 +196,7 @@ class SwapsWhole(Technique[SwapPart]):
         """
         self._beside.stop()
         self._end()
+        self._compared = None
         if part.targets:
             self._in_force.swap(part)
             self._tell(
@@ -219,7 +223,7 @@ class SwapsWhole(Technique[SwapPart]):
     def _stay(self) -> None:
         self._beside.stop()
         self._end()
-        self.part, self.promises, self._state = None, None, SwapState.WAITING
+        self.part, self.promises, self._compared, self._state = None, None, None, SwapState.WAITING
         if not self.off_because:
             self._watch()
         elif self._device.kind == "cpu":
@@ -240,7 +244,7 @@ class SwapsWhole(Technique[SwapPart]):
         return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
 
     def _departs(self, missed: int) -> bool:
-        """Return whether to plan without dynamic layers' tensors: too many were not found in several steps in a row."""
+        """Return whether to plan without tensors whose sizes change: several steps in a row did not find too many."""
         missing = missed > MISSED_SHARE * len(self.part.targets)
         self._missing_steps = self._missing_steps + 1 if missing else 0
         return self._missing_steps >= MISSED_STEPS and not self._sizes_vary
@@ -258,6 +262,9 @@ class SwapsWhole(Technique[SwapPart]):
         if int(trace.live_bytes.max(initial=0)) <= self._room.budget_bytes:
             self._others_left -= 1
             return None if self._others_left >= 0 else SwapPart()
+        if self._sizes_vary and self._compared is None:
+            self._compared = trace
+            return None
         d2h, h2d = self._device.link_rates()
         budgets = SwapBudgets(
             device_bytes=self._room.of_list(trace),
@@ -268,7 +275,7 @@ class SwapsWhole(Technique[SwapPart]):
         )
         seconds = self._in_force.operators_s(clock_of(trace))
         self._state = SwapState.PLANNING
-        others = _others(trace, self._given.has_regions, self._sizes_vary)
+        others = _others(trace, self._given.has_regions, self._compared)
         states = self._states, self._resident
         self._beside.begin(plan_part, trace, budgets, seconds, others, self._given.layer_bytes(), *states)
         return self._planned()
@@ -287,13 +294,18 @@ class SwapsWhole(Technique[SwapPart]):
             return SwapPart(impossible=error.problem)
 
 
-def _others(trace: Trace, of_regions: bool, of_dynamic: bool) -> frozenset[int]:
-    """Return the tensors that a list must leave alone: those used in regions or in dynamic layers.
+def _others(trace: Trace, of_regions: bool, compared: Trace | None) -> frozenset[int]:
+    """Return the tensors that a list must leave alone: those used in regions, and those that depend on data.
 
     Args:
         trace: the recorded step.
         of_regions: include the tensors used in regions, which another technique swaps.
-        of_dynamic: include the tensors used in dynamic layers, whose sizes depend on the data.
+        compared: another step: include the tensors that a list would not find in it; None: include none.
     """
-    taken = np.array([of_regions or (of_dynamic and layer.dynamic) for layer in trace.layers] + [False], bool)
-    return frozenset(trace.uses["tensor"][taken[trace.operators["layer"][trace.uses["operator"]]]].tolist())
+    in_layers = trace.operators["layer"][trace.uses["operator"]] >= 0
+    found = set(trace.uses["tensor"][in_layers].tolist()) if of_regions else set()
+    if compared is not None:
+        ranks, known = ranking(trace), ["nbytes", "count", "tag", "stack"]
+        own, its = (lives(each, ranks)[known] for each in (trace, compared))
+        found |= set(np.flatnonzero(~np.isin(own, its)).tolist())
+    return frozenset(found)

@@ -55,8 +55,8 @@ def budget_gib(nbytes: int = PEAK_BYTES) -> float:
 class Training:
     """Trains with memplug and without, and compares the parameters after each step."""
 
-    def __init__(self, asked_gib: float | None = None, **parts: Any):
-        self.model, self.plain = Deep(), Deep()
+    def __init__(self, asked_gib: float | None = None, kind: type[Deep] = Deep, **parts: Any):
+        self.model, self.plain = kind(), kind()
         self.optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (self.model, self.plain)]
         self.session = memplug.attach(self.model, block(asked_gib or budget_gib(), **parts))
         self.steps = self.began = 0
