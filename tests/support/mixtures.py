@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import memplug
@@ -44,7 +45,12 @@ def trained(steps: int, settings: dict[str, Any] | None) -> tuple[list[float], l
         losses.append(loss.item())
         if session is not None:
             session.step()
+    return losses, *ended(model, session)
+
+
+def ended(model: nn.Module, session: memplug.Session | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """End a session, if there is one; return the model's weights, on the CPU, and memplug's report."""
     report = session.report().as_dict() if session is not None else {}
     if session is not None:
         session.detach()
-    return losses, [parameter.detach().cpu().clone() for parameter in model.parameters()], report
+    return [parameter.detach().cpu().clone() for parameter in model.parameters()], report

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memplug
+from tests.support.mixtures import ended
 
 WIDTH, EXPERTS = 32, 4
 
@@ -95,7 +96,4 @@ def trained(
         losses.append(loss.item())
         if session is not None:
             session.step()
-    report = session.report().as_dict() if session is not None else {}
-    if session is not None:
-        session.detach()
-    return losses, [parameter.detach().cpu().clone() for parameter in model.parameters()], report
+    return losses, *ended(model, session)
