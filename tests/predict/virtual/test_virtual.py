@@ -54,8 +54,8 @@ if child:
 
 
 CASES = [
-    *"time_and_memory operator h200 ranks framework values megatron qwen3 memplug routing".split(),
-    pytest.param("estimator", marks=pytest.mark.long),
+    *"time_and_memory operator h200 ranks framework values megatron qwen3 memplug".split(),
+    *(pytest.param(cases, marks=pytest.mark.long) for cases in ("estimator", "routing")),
 ]
 
 
