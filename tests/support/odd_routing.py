@@ -18,7 +18,7 @@ WIDTH, EXPERTS = 32, 4
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What one step does.
+    """The choices for one step of a training.
 
     Attributes:
         tokens: number of tokens.
