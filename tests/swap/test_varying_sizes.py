@@ -25,7 +25,7 @@ class Partly(Deep):
 
 
 def test_new_list_leaves_out_tensors_whose_sizes_change() -> None:
-    training = Training(budget_gib(PEAK_BYTES * 5 // 4), kind=Partly)
+    training = Training(budget_gib(PEAK_BYTES * 7 // 5), kind=Partly)
     training.until_it_swaps()
     for step in range(24):
         training.model.taken = training.plain.taken = ROWS // 2 + step % 5
