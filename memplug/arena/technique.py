@@ -270,7 +270,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._arena.close()
         self._recorded.clear()
         self._earlier.clear()
-        self._state, self._serving, self._withheld = ArenaState.WAITING, None, ()
+        self._state, self._serving, self._withheld, self._lack = ArenaState.WAITING, None, (), Lack()
         self._steps, self._mismatched_steps, self._patience = 0, 0, 1
 
     def report(self) -> ArenaReport:

@@ -244,7 +244,7 @@ class SwapsWhole(Technique[SwapPart]):
         return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
 
     def _departs(self, missed: int) -> bool:
-        """Return whether to plan without tensors whose sizes change: several steps in a row did not find too many."""
+        """Return whether to plan without tensors whose sizes change: too many were missing, several steps in a row."""
         missing = missed > MISSED_SHARE * len(self.part.targets)
         self._missing_steps = self._missing_steps + 1 if missing else 0
         return self._missing_steps >= MISSED_STEPS and not self._sizes_vary
