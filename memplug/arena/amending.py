@@ -1,18 +1,33 @@
-"""Changes a plan's problem after steps have shown where it falls short, without a new recording."""
+"""Watches where steps show that a plan falls short, and amends it, without a new recording."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from memplug.arena.arena import Counters
+from memplug.arena.arena import Arena, Counters
+from memplug.arena.plan.changed import with_dynamic, with_longer_lives, with_more_room
+from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem
-from memplug.sizes import BLOCK_BYTES, rounded_up
+from memplug.arena.tables import ArenaTables
+
+
+class Shortfall(enum.Enum):
+    """What an amendment mends."""
+
+    LATE = "blocks were freed late"
+    ROOM = "dynamic requests lacked room"
+    SIZES = "requests had other sizes"
+
+
+MISMATCHED_SHARE = 0.01
+"""A step runs another program than the plan's if more than this share of its requests do not fit the plan."""
 
 MOST_AMENDMENTS = 16
-"""One plan may be amended so often for late blocks, and as often again for more room."""
+"""One plan may be amended so often for each kind of shortfall."""
 
 MISSED_SHARE = 0.002
 """A step lacks room if more than this share of its dynamic requests' bytes finds none."""
@@ -46,20 +61,80 @@ class Lack:
     def with_more_room(self, problem: Problem) -> Problem:
         """Return the problem with a room for the bytes that found none, or for as many as it may grow by."""
         share = min(max(MOST_GROWTH * problem.room_bytes, self._largest_bytes), self._most_bytes) / problem.room_bytes
-        buffers, room = problem.buffers.copy(), problem.buffers["room"]
-        buffers["size"][room] = rounded_up(np.ceil(buffers["size"][room] * (1 + share)).astype(np.int64), BLOCK_BYTES)
-        return replace(problem, buffers=buffers)
+        return with_more_room(problem, share)
 
 
-def with_longer_lives(problem: Problem, late: Sequence[Sequence[int]]) -> Problem:
-    """Return the problem with lifetimes of late blocks twice as long as observed.
+MOST_RESIZED = 0.25
+"""If more than this share of a plan's requests have other sizes, another program runs: amending does not help."""
+
+
+class Resized:
+    """Collects the planned requests in whose stead others came, since the plan was installed.
+
+    Attributes:
+        largest: for each of these requests, an index into `ArenaTables.requests`, the most bytes that came.
+    """
+
+    def __init__(self) -> None:
+        self.largest: dict[int, int] = {}
+        self._steps = 0
+
+    def end_step(self, step: Counters, resized: Iterable[tuple[int, int]]) -> None:
+        """Note the requests of a step, as `Arena.resized` returns them.
+
+        A step counts if they have more than `MISSED_SHARE` of the bytes of all planned requests.
+        """
+        resized = list(resized)
+        nbytes = sum(size for _, size in resized)
+        if nbytes > MISSED_SHARE * (step.planned_bytes + nbytes):
+            self._steps += 1
+            for row, size in resized:
+                self.largest[row] = max(size, self.largest.get(row, 0))
+
+    def lasts(self, requests: int) -> bool:
+        """Return whether enough steps had such requests, and few of the plan's `requests` are among them."""
+        return self._steps >= MISSED_STEPS and len(self.largest) <= MOST_RESIZED * requests
+
+
+class Shortfalls:
+    """Watches one plan, from its installation on.
 
     Args:
-        problem: of the plan.
-        late: pairs of rows: a late buffer, and one that found its bytes still in use.
+        arena: the arena that serves by the plan.
+        plan: the plan.
+        tables: its tables.
+        amended: how often it was amended for each kind of shortfall.
     """
-    buffers, end = problem.buffers.copy(), int(problem.buffers["upper"].max())
-    for row, other in late:
-        lower, seen = int(buffers["lower"][row]), int(buffers["lower"][other]) + 1
-        buffers["upper"][row] = max(min(2 * seen - lower, end), int(buffers["upper"][row]))
-    return replace(problem, buffers=buffers)
+
+    def __init__(self, arena: Arena, plan: AddressPlan, tables: ArenaTables, amended: Mapping[Shortfall, int]):
+        self._arena, self._plan, self._tables = arena, plan, tables
+        self._left = {kind: MOST_AMENDMENTS - amended[kind] for kind in Shortfall}
+        self._lack, self._resized = Lack(), Resized()
+
+    def end_step(self, step: Counters) -> tuple[Shortfall, AddressPlan] | None:
+        """Return where the plan falls short, and the plan with a problem that does not; None: nowhere.
+
+        Args:
+            step: counts of the step that ended.
+        """
+        plan, problem, rows = self._plan, self._plan.problem, self._tables.rows
+        self._lack.end_step(step)
+        if self._left[Shortfall.LATE] and (late := self._late(step)):
+            return Shortfall.LATE, replace(plan, problem=with_longer_lives(problem, rows[np.array(late)]))
+        if self._left[Shortfall.ROOM] and self._lack.lasts and problem.room_bytes:
+            return Shortfall.ROOM, replace(plan, problem=self._lack.with_more_room(problem))
+        if step.unplanned:
+            self._resized.end_step(step, self._arena.resized())
+            if self._left[Shortfall.SIZES] and self._resized.lasts(problem.requests):
+                largest = {int(rows[request]): nbytes for request, nbytes in self._resized.largest.items()}
+                return Shortfall.SIZES, with_dynamic(plan, largest)
+        return None
+
+    def _late(self, step: Counters) -> list[tuple[int, int]]:
+        """Return late blocks, if they displaced requests that found no reusable space; see `Arena.late`.
+
+        A late block is freed later than in the recorded step, usually by another thread, such as one of a collective's
+        back end.
+        """
+        unknown = step.unplanned > MISMATCHED_SHARE * (step.from_arena + step.mismatched)
+        return self._arena.late() if step.occupied and not unknown else []

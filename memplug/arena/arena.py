@@ -209,6 +209,14 @@ class Arena:
         """
         return self._native.late_requests() if self.serving else []
 
+    def resized(self) -> list[tuple[int, int]]:
+        """Return pairs (planned request, size) for the requests of this step that the plan does not have.
+
+        The planned request, an index into `ArenaTables.requests`, did not come in this step; in its stead came one of
+        `size` bytes, rounded up to whole blocks.
+        """
+        return self._native.resized_requests() if self.serving else []
+
     def close(self) -> None:
         """Stop serving, and release memory that is not in use.
 

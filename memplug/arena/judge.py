@@ -212,10 +212,13 @@ def _group(problem: Problem, height: int, name: str, group: DynamicSpace) -> Ite
         if not -1 <= getattr(group, column) < count:
             message = f"{name} has {column} {getattr(group, column)}, where the problem has {count}"
             yield Finding(code=Fault.PLACE, message=message)
+    mallocs = group.mallocs
     if not 0 <= group.lower < group.upper:
         yield Finding(code=Fault.WINDOW, message=f"{name} is there from {group.lower} up to {group.upper}: at no time")
-    if min(group.members, default=-1) < 0 or not all(map(lt, group.members, group.members[1:])):
-        message = f"{name} lists the requests {shown(group.members)}: none, below 0, or not rising"
+    elif not (
+        mallocs and group.lower <= mallocs[0] and mallocs[-1] < group.upper and all(map(lt, mallocs, mallocs[1:]))
+    ):
+        message = f"{name} makes requests at {shown(mallocs)}: none, outside of its time, or not rising"
         yield Finding(code=Fault.GROUP, message=message)
     if group.peak_bytes < 0 or group.stream < 0:
         message = f"{name} has stream {group.stream} and a peak of {group.peak_bytes} bytes: neither may be below 0"

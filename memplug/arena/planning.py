@@ -69,12 +69,13 @@ def plan_with_spaces(
     return address_plan(problem, solution, spaces, dynamic_peak_bytes(step), live)
 
 
-def amended(plan: AddressPlan, problem: Problem, planner: str) -> tuple[AddressPlan, ArenaTables]:
-    """Plan the requests of `plan` again with the lifetimes of `problem`.
+def amended(plan: AddressPlan, planner: str) -> tuple[AddressPlan, ArenaTables]:
+    """Plan the problem of `plan`, which has changed, again.
 
     Raises:
         LayoutError: see `planned`.
     """
+    problem = plan.problem
     solution = auto.plan(problem, planner, time_limit_s=_worth_s(problem, AMENDING_S))
     spaces = renewed_spaces(plan.dynamic, problem, solution)
     seen = plan.predictions

@@ -23,7 +23,8 @@ class ArenaReport(FollowerReport):
 
     Attributes:
         plans: plans made from a recorded step.
-        amendments: plans made again with longer lifetimes or a larger room, without another recording.
+        amendments: plans made again without another recording, with longer lifetimes, a larger room, or more dynamic
+            requests.
         bytes: reserved now, with memory of earlier plans that is still in use.
         room_bytes: the part of the plan in force that is for dynamic requests, at its highest.
         live_bytes: in use now.

@@ -184,15 +184,19 @@ def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces], list[int]]:
     spaces, ceilings = [group.spaces for group in plan.dynamic], [group.ceiling for group in plan.dynamic]
     of_place: dict[tuple[int, int], list[int]] = {}
     for number, group in enumerate(plan.dynamic):
-        if group.stream == plan.problem.main_stream and group.malloc_phase >= 0:
+        if group.malloc_phase >= 0:
             of_place.setdefault((group.malloc_phase, group.malloc_layer), []).append(number)
+    main = [group.stream == plan.problem.main_stream for group in plan.dynamic]
     rows: list[tuple[int, int, int]] = []
-    for (phase, layer), numbers in of_place.items():
-        groups = {member: number for number in numbers for member in plan.dynamic[number].members}
+    for (phase, layer), of_it in of_place.items():
+        numbers = [number for number in of_it if main[number]]
+        if not numbers:
+            continue
         spaces.append(functools.reduce(_common, [spaces[number] for number in numbers]))
         ceilings.append(min(ceilings[number] for number in numbers))  # 0 if the lowest bytes serve one of them
         encoded = (plan.problem.phases[phase].micro_batch + 1) * 8 + int(plan.problem.phases[phase].kind)
-        rows += [(encoded, layer, groups.get(member, -1)) for member in range(max(groups) + 1)]
+        turns = sorted((malloc, number) for number in of_it for malloc in plan.dynamic[number].mallocs)
+        rows += [(encoded, layer, number if main[number] else -1) for _, number in turns]
         rows.append((encoded, layer, len(spaces) - 1))
     return np.array(rows, DYNAMIC_REQUEST), spaces, ceilings
 

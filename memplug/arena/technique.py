@@ -4,8 +4,8 @@ waiting ──a program lasts──► recording ──► planning, beside trai
                                  ▲                                         │
                                  └──── too many requests not served ───────┘
 
-A plan is amended, without a new recording, where blocks are freed later than in the recorded step, and where dynamic
-requests find too little room.
+A plan is amended, without a new recording, where blocks are freed later than in the recorded step, where dynamic
+requests find too little room, and where a few planned requests come with other sizes.
 
 The first step of a run allocates memory that lasts: the optimizer's state, and gradients if they stay from step to
 step. Addresses from an earlier run do not cover these requests, since they were planned from a later step. So if such
@@ -18,20 +18,18 @@ from __future__ import annotations
 import collections
 import enum
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
 
 from memplug.arena import planning
-from memplug.arena.amending import MOST_AMENDMENTS, Lack, with_longer_lives
+from memplug.arena.amending import MISMATCHED_SHARE, Shortfall, Shortfalls
 from memplug.arena.arena import Arena, Counters
 from memplug.arena.judge import mistakes_of
 from memplug.arena.leftovers import LeftoverRoom
 from memplug.arena.plan.part import AddressPlan
-from memplug.arena.plan.problem import Problem
 from memplug.arena.report import ArenaReport, report_of
 from memplug.arena.tables import ArenaTables, tables_of
 from memplug.beside import Beside
@@ -44,7 +42,6 @@ from memplug.session.given import Given
 from memplug.session.technique import Technique
 from memplug.words import known, size
 
-MISMATCHED_SHARE = 0.01  # a step counts against the plan if more than this share of its requests do not fit the plan
 MISMATCHED_STEPS = 3  # after this many such steps in a row, memplug makes a new plan
 DIFFERING_SHARE = 0.01  # two steps are alike if at most this share of their requests differ
 MOST_RECORDED_STEPS = 8  # recorded for one plan, and compared for the requests that differ
@@ -67,17 +64,15 @@ class Addresses:
     Attributes:
         plan: the arena's part of the plan.
         tables: the same plan, as the native arena reads it.
-        lengthened: how often the plan was amended for late blocks, see `memplug.arena.amending`.
-        grown: how often it was amended for more room.
         source: origin of the plan, in words for the log; "" once the addresses have been installed.
+        amended: how often the plan was amended for each kind of shortfall.
         gradients_stay: see `memplug.plans.schema.TrainingPart`.
     """
 
     plan: AddressPlan
     tables: ArenaTables
-    lengthened: int
-    grown: int
     source: str
+    amended: Mapping[Shortfall, int] = field(default_factory=collections.Counter)
     gradients_stay: bool = False
 
 
@@ -117,12 +112,13 @@ class PlannedAddresses(Technique[Addresses]):
         self._config, self._arena, self._beside, self._tell, self._folder = config, arena, beside, tell, folder
         self._state = ArenaState.WAITING
         self._serving: Addresses | None = None
-        self._amending = 0, 0  # `lengthened` and `grown` of the plan that is being made; (0, 0): a new plan
+        # `Addresses.amended` of the plan that is being made; empty: a new plan
+        self._amending: collections.Counter[Shortfall] = collections.Counter()
         self._recorded: list[Trace] = []  # for the plan that is wanted
         self._earlier: list[Trace] = []  # for the program's earlier plans
         self._steps = 0  # steps since the last withdrawal, or since remembered addresses were installed
         self._mismatched_steps = 0
-        self._lack = Lack()
+        self._shortfalls: Shortfalls | None = None  # of the plan in force
         self._patience = 1  # `_steps` at which another new plan may be made; that plan sets this to 2 * `_steps`
         self._beginning = self._before = arena.counters()  # earlier sessions may have used the arena
         self.step = self._before.since(self._before)
@@ -223,14 +219,8 @@ class PlannedAddresses(Technique[Addresses]):
             if self._room.end_step(self.step, self._serving.plan, self._serving.tables):
                 self._mismatched_steps = 0
                 return None
-            problem = self._serving.plan.problem
-            self._lack.end_step(self.step)
-            if self._is_late():
-                late = self._serving.tables.rows[np.array(self._arena.late())]
-                return self._amend(with_longer_lives(problem, late), lengthened=1)
-            if self._lack.lasts and problem.room_bytes and self._serving.grown < MOST_AMENDMENTS:
-                larger, self._lack = self._lack.with_more_room(problem), Lack()
-                return self._amend(larger, grown=1)
+            if found := self._shortfalls.end_step(self.step):
+                return self._amend(*found)
             if self._departs():
                 self._tell(f"arena: {self._departure()}; making a new plan", logging.INFO)
                 self._state = ArenaState.RECORDING
@@ -249,6 +239,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._beside.stop()
         self._arena.serve(part.tables)
         self._room.begin()
+        self._shortfalls = Shortfalls(self._arena, part.plan, part.tables, part.amended)
         self._has_served = False
         if not part.source:
             self._steps, self._mismatched_steps, self._patience = 0, 0, 1
@@ -260,7 +251,7 @@ class PlannedAddresses(Technique[Addresses]):
             f"arena: {size(promised.arena_bytes)} for {problem.requests:,} requests, the largest "
             f"{size(problem.largest_bytes)}, efficiency {known(part.plan.efficiency, '{:.2%}'.format)}, "
             f"{part.source or 'remembered'}",
-            logging.INFO if part.source and not part.lengthened + part.grown else logging.DEBUG,
+            logging.INFO if part.source and not part.amended else logging.DEBUG,
         )
         part.source = ""
 
@@ -270,7 +261,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._arena.close()
         self._recorded.clear()
         self._earlier.clear()
-        self._state, self._serving, self._withheld, self._lack = ArenaState.WAITING, None, (), Lack()
+        self._state, self._serving, self._shortfalls, self._withheld = ArenaState.WAITING, None, None, ()
         self._steps, self._mismatched_steps, self._patience = 0, 0, 1
 
     def report(self) -> ArenaReport:
@@ -293,7 +284,7 @@ class PlannedAddresses(Technique[Addresses]):
             return None
         own = replace(own, problem=replace(own.problem, fingerprint=plan.fingerprint))
         stays = plan.training is not None and plan.training.gradients_stay
-        return Addresses(own, tables_of(own), 0, 0, "as an earlier run kept it", stays)
+        return Addresses(own, tables_of(own), "as an earlier run kept it", gradients_stay=stays)
 
     def keep(self, part: Addresses, plan: MemoryPlan) -> MemoryPlan:
         """Return the plan with these addresses, and with the fingerprint of the step that they were planned from."""
@@ -330,28 +321,16 @@ class PlannedAddresses(Technique[Addresses]):
             return None
         seen = [*self._earlier, *recorded][:-1]
         self._earlier, self._recorded = [*seen, trace][-MOST_RECORDED_STEPS:], []
-        self._state, self._amending, self._lack = ArenaState.PLANNING, (0, 0), Lack()
+        self._state, self._amending = ArenaState.PLANNING, collections.Counter()
         others = [other for other in seen if _alike(other, trace)] or recorded[:-1]
         config = self._config
         self._beside.begin(planning.planned, trace, others, config.planner, config.checks, self._folder)
         return self._made()
 
-    def _is_late(self) -> bool:
-        """Return whether to amend the plan: late blocks displaced requests that found no reusable space.
-
-        A late block is freed later than in the recorded step, usually by another thread, such as one of a collective's
-        back end.
-        """
-        step = self.step
-        asked = step.from_arena + step.mismatched
-        unknown = step.unplanned > MISMATCHED_SHARE * asked  # True: another program runs, and amending does not help
-        is_open = step.occupied and not unknown and self._serving.lengthened < MOST_AMENDMENTS
-        return bool(is_open and self._arena.late())
-
-    def _amend(self, problem: Problem, lengthened: int = 0, grown: int = 0) -> Addresses | None:
+    def _amend(self, shortfall: Shortfall, plan: AddressPlan) -> Addresses | None:
         """Plan again for a changed problem, beside training."""
-        self._amending = self._serving.lengthened + lengthened, self._serving.grown + grown
-        self._beside.begin(planning.amended, self._serving.plan, problem, self._config.planner)
+        self._amending = collections.Counter(self._serving.amended) + collections.Counter([shortfall])
+        self._beside.begin(planning.amended, plan, self._config.planner)
         return self._made()
 
     def _made(self) -> Addresses | None:
@@ -364,9 +343,9 @@ class PlannedAddresses(Technique[Addresses]):
             raise LayoutError(  # a planner must not end a training
                 f"planning failed: {type(error).__name__}: {error}", "Please report it, with a trace.", code="MP016"
             ) from error
-        self.plans += self._amending == (0, 0)
-        self.amendments += self._amending != (0, 0)
-        return Addresses(plan, tables, *self._amending, f"planned in {plan.solution.seconds:.1f} s")
+        self.plans += not self._amending
+        self.amendments += bool(self._amending)
+        return Addresses(plan, tables, f"planned in {plan.solution.seconds:.1f} s", self._amending)
 
 
 def _alike(one: Trace, other: Trace) -> bool:

@@ -11,7 +11,7 @@ from memplug.errors import LayoutError
 from memplug.plans.values import read
 from memplug.profile.records import Fingerprint
 
-FORMAT = 10
+FORMAT = 11
 """Version of the files that `plan_file.save` writes."""
 
 DAMAGED = "Make the plan again with `memplug plan`, or copy it again from where it was made; do not edit plans."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +12,15 @@ import torch
 from torch import nn
 
 import memplug
-from memplug.arena.amending import MISSED_STEPS, MOST_GROWTH, Lack
+from memplug.arena.amending import MISSED_STEPS, MOST_GROWTH, Lack, Resized
 from memplug.arena.judge import judge_addresses
-from memplug.arena.plan.problem import Problem, buffers
+from memplug.arena.plan import auto
+from memplug.arena.plan.changed import with_dynamic
+from memplug.arena.plan.part import AddressPlan, address_plan
+from memplug.arena.plan.problem import Problem, buffers, live_bytes
 from memplug.arena.planning import amended, planned
+from memplug.arena.report import ArenaReport
+from memplug.profile.records import Pass, Phase
 from memplug.sizes import BLOCK_BYTES
 from tests.support.routed import Mixture, serve
 
@@ -75,7 +82,7 @@ def test_amended_plans_serve_a_routing_that_needs_more_than_the_recorded_steps()
     for _ in range(60):
         lack.end_step(served)
         if lack.lasts:
-            plan, _ = amended(plan, lack.with_more_room(plan.problem), "auto")
+            plan, _ = amended(replace(plan, problem=lack.with_more_room(plan.problem)), "auto")
             amendments, lack = amendments + 1, Lack()
             assert judge_addresses(plan) == ()
         served = serve(plan, more.step(random))
@@ -98,28 +105,93 @@ class Part(nn.Module):
         return tokens + torch.cat([changed, tokens[count:]])
 
 
-def test_session_amends_its_plan_where_more_tokens_take_part_than_before() -> None:
+def trained(model: nn.Module, *shares: tuple[int, int, float, float]) -> Iterator[ArenaReport]:
+    """Train a model of such layers, and yield a report after each part of the training.
+
+    Args:
+        model: its layers are of the class `Part`.
+        shares: for each part of the training (steps, layers, least, most): how many layers get a share of the tokens
+            that is drawn between these two.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(*(Part() for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     random = np.random.default_rng(0)
-
-    def train(steps: int, most: float) -> None:
-        for _ in range(steps):
-            for layer in model:
-                layer.share = random.uniform(most - 0.1, most)
-            model(torch.randn(512, 64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            session.step()
-
     with memplug.attach(model, BLOCK) as session:
-        train(12, 0.5)
-        first = session.report().arena
-        train(40, 0.7)
-        report = session.report().arena
-        arena = session._attached.boundary.followers.find("arena")
-        assert arena.step.dynamic > 0 and arena.step.dynamic_missed_bytes == 0
+        for steps, layers, least, most in shares:
+            for _ in range(steps):
+                for layer in [*model][:layers]:
+                    layer.share = random.uniform(least, most)
+                model(torch.randn(512, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                session.step()
+            yield session.report().arena
+
+
+def test_session_amends_its_plan_where_more_tokens_take_part_than_before() -> None:
+    model = nn.Sequential(*(Part() for _ in range(4)))
+    first, report, last = trained(model, (12, 4, 0.4, 0.5), (40, 4, 0.6, 0.7), (1, 4, 0.6, 0.7))
     assert first.state == "serving" and first.dynamic > 0
     assert report.plans == first.plans == 1 and report.amendments > first.amendments
     assert report.bytes > first.bytes
+    assert last.dynamic > report.dynamic and last.fallback_bytes == report.fallback_bytes
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_requests_become_dynamic_once_their_sizes_change(layers: int) -> None:
+    model = nn.Sequential(*(Part() for _ in range(4 * layers)))
+    kept, report, last = trained(model, (12, 0, 0, 0), (40, layers, 0.4, 0.6), (9, layers, 0.4, 0.6))
+    assert kept.state == "serving" and kept.dynamic == 0 and kept.fallback_bytes == 0
+    assert (report.plans, report.state) == (1, "serving") and 1 <= report.amendments <= 6
+    assert report.bytes <= 1.25 * kept.bytes
+    assert last.dynamic > report.dynamic and last.fallback_bytes == report.fallback_bytes
+    assert last.amendments == report.amendments
+
+
+def test_few_large_requests_with_other_sizes_become_dynamic_too() -> None:
+    few, many = nn.Sequential(Part()), nn.Sequential(*(nn.Linear(64, 64) for _ in range(200)))
+    model = nn.Sequential(*few, *(Part() for _ in range(3)), many)
+    _, report, last = trained(model, (12, 0, 0, 0), (30, 1, 0.4, 0.6), (9, 1, 0.4, 0.6))
+    assert (report.plans, report.state) == (1, "serving") and report.amendments >= 1
+    assert last.fallback_bytes == report.fallback_bytes
+
+
+def plan_and_rows(*lives: tuple[int, int, int], room: int = 0) -> AddressPlan:
+    """Return a plan of requests (lower, upper, blocks), all made and freed in one place, and of a room."""
+    table = buffers(np.array([*lives, (0, 20, room)], np.int64))
+    table["size"] *= BLOCK_BYTES
+    table["alignment"], table["room"][-1] = BLOCK_BYTES, True
+    for column in ("lower_phase", "upper_phase"):
+        table[column][:-1] = 0
+    problem = Problem(buffers=table[: len(lives) + (room > 0)], phases=(Phase(Pass.FORWARD, 0),))
+    return address_plan(problem, auto.plan(problem, "search", time_limit_s=1))
+
+
+@pytest.mark.parametrize("room", [0, 5])
+def test_requests_that_are_made_dynamic_leave_their_bytes_to_the_room(room: int) -> None:
+    plan = plan_and_rows((0, 9, 4), (2, 6, 3), (3, 9, 2), (5, 12, 1), room=room)
+    changed = with_dynamic(plan, {1: 5 * BLOCK_BYTES, 3: BLOCK_BYTES})
+    assert changed.problem.requests == 2
+    sizes = dict(
+        zip(*map(np.ndarray.tolist, live_bytes(changed.problem.buffers[changed.problem.buffers["room"]])), strict=True)
+    )
+    assert {at: nbytes // BLOCK_BYTES - room for at, nbytes in sizes.items() if at in (2, 5, 6)} == {2: 5, 5: 6, 6: 1}
+    (group,) = changed.dynamic
+    assert group.mallocs == (2, 5) and (group.lower, group.upper) == (2, 12)
+    solved, _ = amended(changed, "auto")
+    assert judge_addresses(solved) == ()
+    assert max(end - begin for begin, end in solved.dynamic[0].spaces) >= 6 * BLOCK_BYTES
+    again = with_dynamic(solved, {0: BLOCK_BYTES})
+    assert again.dynamic[0].mallocs == (0, 2, 5) and len(again.dynamic) == 1
+    assert judge_addresses(amended(again, "auto")[0]) == ()
+
+
+def test_few_bytes_or_most_of_the_requests_are_not_made_dynamic() -> None:
+    resized = Resized()
+    for _ in range(MISSED_STEPS):
+        resized.end_step(SimpleNamespace(planned_bytes=1000 * BLOCK_BYTES), [(3, BLOCK_BYTES)])
+    assert not resized.lasts(100) and resized.largest == {}
+    for size in (5, 7, 6)[:MISSED_STEPS]:
+        resized.end_step(SimpleNamespace(planned_bytes=1000 * BLOCK_BYTES), [(3, size * BLOCK_BYTES)])
+    assert resized.lasts(100) and resized.largest == {3: 7 * BLOCK_BYTES}
+    assert not resized.lasts(3)

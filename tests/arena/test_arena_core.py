@@ -13,7 +13,7 @@ from tests.support.folders import ROOT
 
 RANDOM_SEEDS = "300"  # number of seeds for random requests
 PROGRAMS = ("arena_test", "arena_plans_test", "free_bytes_test")
-NAMES = ("arena", "arena_plan", "holes", "leftovers", "pending_uses", "planned_blocks", "reusing")
+NAMES = ("arena", "arena_plan", "holes", "leftovers", "pending_uses", "planned_blocks", "resized", "reusing")
 SOURCES = tuple(f"memplug/arena/native/{name}.cpp" for name in NAMES)
 INCLUDED = "-Imemplug/native"  # for blocks.h
 COMPILER = shutil.which("c++") or shutil.which("g++")

@@ -167,9 +167,9 @@ def test_diff_reports_different_reusable_space():
         free_layer=2,
         stream=0,
         lower=0,
-        upper=1,
+        upper=3,
         spaces=((8, 9),),
-        members=tuple(range(3)),
+        mallocs=tuple(range(3)),
         peak_bytes=9,
     )
     plan = plan_of(*BASE)

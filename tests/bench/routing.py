@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,7 +110,7 @@ def measure(name: str, popularity: str, deviation: float, args: argparse.Namespa
         share.append(found.live_bytes / (plan.solution.height + found.beside_bytes))
         lack.end_step(found)
         if lack.lasts and plan.problem.room_bytes:
-            plan, _ = amended(plan, lack.with_more_room(plan.problem), "auto")
+            plan, _ = amended(replace(plan, problem=lack.with_more_room(plan.problem)), "auto")
             amendments, lack = amendments + 1, Lack()
     reserved = plan.solution.height + max(each.beside_bytes for each in served)
     return {

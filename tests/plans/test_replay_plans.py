@@ -106,7 +106,7 @@ def in_dynamic(name):
             new = tuple(map(tuple, bounds))
         elif name == "spaces":
             new = (*old, old[0]) if old else ((0, 1),)
-        elif name == "members":
+        elif name == "mallocs":
             at = draw(st.integers(0, len(old) - 1))
             new = (*old[:at], one_more(draw, old[at]), *old[at + 1 :])
         else:
@@ -151,7 +151,8 @@ def test_judge_refuses_a_corrupted_field_unless_the_plan_stays_valid(field, plan
 def plan_of(problem, *offsets, spaces=(), **group):
     """Return a plan of these offsets, with one dynamic group of these spaces and fields."""
     values = {"malloc_phase": -1, "malloc_layer": -1, "free_phase": -1, "free_layer": -1, "stream": 0, "lower": 0}
-    values |= {"upper": 9, "spaces": tuple(spaces), "members": (0,), "peak_bytes": 5, **group}
+    values |= {"upper": 9, "spaces": tuple(spaces), "peak_bytes": 5, **group}
+    values = {"mallocs": (values["lower"],), **values}
     return address_plan(problem, at(problem, *offsets), (DynamicSpace(**values),), values["peak_bytes"])
 
 
@@ -172,9 +173,10 @@ DYNAMIC = {
     "below 0": ({"lower": 6, "upper": 9, "spaces": [(-1, 4)]}, Fault.SPACES),
     "at no time": ({"lower": 6, "upper": 6, "spaces": [(0, 4)]}, Fault.WINDOW),
     "before the beginning": ({"lower": -1, "upper": 2, "spaces": []}, Fault.WINDOW),
-    "no requests": ({"members": ()}, Fault.GROUP),
-    "a request below 0": ({"members": (-1, 0)}, Fault.GROUP),
-    "requests that do not rise": ({"members": (0, 2, 2)}, Fault.GROUP),
+    "no requests": ({"mallocs": ()}, Fault.GROUP),
+    "a request before its time": ({"lower": 1, "mallocs": (0, 1)}, Fault.GROUP),
+    "a request after its time": ({"mallocs": (0, 9)}, Fault.GROUP),
+    "requests that do not rise": ({"mallocs": (0, 2, 2)}, Fault.GROUP),
     "a stream below 0": ({"stream": -1}, Fault.GROUP),
     "fewer than no bytes": ({"peak_bytes": -1}, Fault.GROUP),
     "no such phase": ({"malloc_phase": 3}, Fault.PLACE),

@@ -170,9 +170,9 @@ def _is_valid_group(plan: AddressPlan, placed: list[Buffer], group: DynamicSpace
         all(-1 <= phase < len(plan.problem.phases) for phase in (group.malloc_phase, group.free_phase))
         and all(-1 <= layer < len(plan.problem.layers) for layer in (group.malloc_layer, group.free_layer))
         and 0 <= group.lower < group.upper
-        and len(group.members) > 0
-        and all(number >= 0 for number in group.members)
-        and all(one < other for one, other in pairwise(group.members))
+        and len(group.mallocs) > 0
+        and all(group.lower <= malloc < group.upper for malloc in group.mallocs)
+        and all(one < other for one, other in pairwise(group.mallocs))
         and group.peak_bytes >= 0
         and group.stream >= 0
         and 0 <= group.ceiling <= plan.solution.height
@@ -203,7 +203,7 @@ def _group(draw: st.DrawFn, problem: Problem, solution: Solution) -> DynamicSpac
         upper=upper,
         spaces=tuple(zip(edges[::2], edges[1::2], strict=True)),
         stream=draw(st.integers(0, 2)),
-        members=tuple(sorted(draw(st.sets(st.integers(0, 20), min_size=1, max_size=9)))),
+        mallocs=tuple(sorted(draw(st.sets(st.integers(lower, upper - 1), min_size=1, max_size=9)))),
         peak_bytes=draw(st.integers(0, 99)),
         ceiling=draw(st.integers(0, solution.height)),
     )

@@ -175,10 +175,11 @@ class _Places:
                 self._expected.setdefault(named(phase, layer), []).append((size, offset))
         for place in {(group.malloc_phase, group.malloc_layer) for group in plan.dynamic}:
             groups = [group for group in plan.dynamic if (group.malloc_phase, group.malloc_layer) == place]
-            by_turn = {turn: (group.spaces, group.ceiling) for group in groups for turn in group.members}
+            turns = sorted((malloc, number) for number, group in enumerate(groups) for malloc in group.mallocs)
+            by_turn = [(groups[number].spaces, groups[number].ceiling) for _, number in turns]
             common = list(zip(*_borders([group.spaces for group in groups]), strict=True))
             further = common, min(group.ceiling for group in groups)
-            self._groups[named(*place)] = [*(by_turn.get(turn, further) for turn in range(max(by_turn) + 1)), further]
+            self._groups[named(*place)] = [*by_turn, further]
 
     def planned(self, place: _Place, size: int) -> int | None:
         """Return the offset of the next expected request of this size; None: none is expected."""

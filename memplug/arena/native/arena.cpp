@@ -53,6 +53,8 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     }
   } else if (reuse != Reuse::NOTHING && lasts(kind)) {
     return leave_lasting();
+  } else if (reuse == Reuse::NOTHING && spot != nullptr) {
+    note_unknown(*spot, size, stream);
   }
   if (found == nullptr && reuse != Reuse::NOTHING) {
     found = serve_between(kind, nbytes, stream);

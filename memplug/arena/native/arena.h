@@ -163,6 +163,10 @@ class Arena {
   // bytes were still in use by the late request's block.
   std::vector<std::pair<int32_t, int32_t>> late() const;
 
+  // Returns pairs (index of a planned request, size): requests of this step that the plan does not have, each with the
+  // planned request that has not come in its stead.
+  std::vector<std::pair<int32_t, int64_t>> resized() const;
+
   ArenaCounters counters() const;
 
   void lock() {
@@ -223,6 +227,11 @@ class Arena {
     int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
     uint32_t step = 0;
   };
+  struct UnknownRequest { // a request of the main stream that the plan does not have
+    const Spot* spot;
+    int32_t expected; // index into `rows_`
+    int64_t size;
+  };
   struct SearchedSpace { // one byte range of a group, in the reused part
     int64_t begin;
     int64_t end;
@@ -282,6 +291,7 @@ class Arena {
   bool lasts(const RequestKind& kind) const;
   Spot* spot_of(int32_t phase, int32_t layer);
   Row* match(Spot& spot, int64_t size, Stream stream);
+  void note_unknown(const Spot& spot, int64_t size, Stream stream);
   bool is_stream(int32_t number, Stream stream);
   bool is_only_stream(Stream stream) const;
   bool is_free(const Row& row);
@@ -334,6 +344,7 @@ class Arena {
   std::unordered_map<RequestKind, LeftoverHistory, RequestKindHash> marks_;
   PendingUses pending_;
   std::set<std::pair<int32_t, int32_t>> late_;
+  std::vector<UnknownRequest> unknown_; // of this step
   ArenaCounters counters_;
 };
 

@@ -90,6 +90,7 @@ void add_arenas(py::module_& module) {
   });
   module.def("arena_leftovers", [] { return the_arena()->leftovers(); });
   module.def("late_requests", [] { return the_arena()->late(); });
+  module.def("resized_requests", [] { return the_arena()->resized(); });
   module.def("arena_owns", [](uintptr_t address) {
     Arena* const owner = arena_of(reinterpret_cast<const void*>(address));
     return owner != nullptr && owner->owns(reinterpret_cast<const void*>(address));

@@ -111,6 +111,7 @@ void Arena::begin_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++step_;
   counters_.dynamic_missed_largest = 0;
+  unknown_.clear();
   pending_.forget_done();
   note_leftovers();
 }
@@ -131,6 +132,7 @@ void Arena::retire() {
   reused_ = kept_ = annex_ = nullptr;
   rows_.clear();
   spots_.clear();
+  unknown_.clear();
   last_spot_ = nullptr;
 }
 

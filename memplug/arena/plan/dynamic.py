@@ -46,14 +46,13 @@ def dynamic_spaces(
     windows = [
         window(key, rows[of_it], spans, len(step.events)) for key, of_it in zip(keys.tolist(), members, strict=True)
     ]
-    numbers = numbers_in_place(rows)
     return tuple(
         DynamicSpace(
             **dict(zip(GROUP, key, strict=True)),
             lower=lived[0],
             upper=lived[1],
             spaces=spaces,
-            members=tuple(numbers[of_it].tolist()),
+            mallocs=tuple(rows["malloc_event"][of_it].tolist()),
             peak_bytes=_peak_bytes(rows[of_it]),
             ceiling=_ceiling(problem, solution, lived) if tuple(key) in hanging else 0,
         )
@@ -133,16 +132,6 @@ def dynamic_requests(step: Trace) -> np.ndarray:
     """Return the dynamic requests above 0 bytes of the training threads, in order, of dtype REQUEST."""
     rows = step.requests
     return rows[rows["dynamic"] & (rows["nbytes"] > 0) & (rows["malloc_thread"] == TRAINING)]
-
-
-def numbers_in_place(rows: np.ndarray) -> np.ndarray:
-    """Return for each request how many came before it in the same phase and layer. int64[n]."""
-    _, place = np.unique(rows[["malloc_phase", "malloc_layer"]], return_inverse=True)
-    order = np.argsort(place, kind="stable")
-    first = np.searchsorted(place[order], place[order])
-    numbers = np.empty(len(rows), np.int64)
-    numbers[order] = np.arange(len(rows)) - first
-    return numbers
 
 
 def spans_of(step: Trace) -> dict[tuple[int, int], tuple[int, int]]:

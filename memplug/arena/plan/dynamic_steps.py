@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from memplug.arena.native import packing
-from memplug.arena.plan.dynamic import GROUP, Key, dynamic_requests, numbers_in_place, spans_of, window
+from memplug.arena.plan.dynamic import GROUP, Key, dynamic_requests, spans_of, window
 from memplug.arena.plan.problem import live_bytes
 from memplug.profile.records import Layer, Phase
 from memplug.profile.trace import Trace, without_gradients
@@ -118,7 +118,17 @@ def _places(step: Trace, rows: np.ndarray) -> list[_Place]:
 def _turns(step: Trace, rows: np.ndarray) -> np.ndarray:
     """Return for each of these rows how many dynamic requests came before it in its place. int64[n]."""
     dynamic = dynamic_requests(step)
-    return numbers_in_place(dynamic)[np.searchsorted(dynamic["number"], rows["number"])]
+    return _numbers_in_place(dynamic)[np.searchsorted(dynamic["number"], rows["number"])]
+
+
+def _numbers_in_place(rows: np.ndarray) -> np.ndarray:
+    """Return for each request how many came before it in the same phase and layer. int64[n]."""
+    _, place = np.unique(rows[["malloc_phase", "malloc_layer"]], return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    first = np.searchsorted(place[order], place[order])
+    numbers = np.empty(len(rows), np.int64)
+    numbers[order] = np.arange(len(rows)) - first
+    return numbers
 
 
 @dataclass(frozen=True, eq=False)

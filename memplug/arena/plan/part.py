@@ -29,8 +29,7 @@ class DynamicSpace:
         stream: the stream of the requests.
         lower, upper: on the problem's clock; all of the group's requests live in [lower, upper).
         spaces: ranges (first byte, end) that no planned buffer uses in [lower, upper); disjoint, sorted, none empty.
-        members: numbers of the group's requests, sorted. A recorded step's dynamic requests are numbered from 0 within
-            the phase and layer of their malloc.
+        mallocs: on the problem's clock, when the recorded step made each of the group's requests; sorted.
         peak_bytes: the most bytes that the group had in use at once in the recorded step.
         ceiling: the group's requests get the highest free bytes below this offset, or the lowest ones if there are
             none; 0: the lowest ones.
@@ -44,14 +43,14 @@ class DynamicSpace:
     lower: int
     upper: int
     spaces: tuple[tuple[int, int], ...]
-    members: tuple[int, ...]
+    mallocs: tuple[int, ...]
     peak_bytes: int
     ceiling: int = 0
 
     @property
     def requests(self) -> int:
         """Return the number of the group's requests in the recorded step."""
-        return len(self.members)
+        return len(self.mallocs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memplug.arena.plan.dynamic import GROUP, Key
+from memplug.arena.plan.dynamic import Key
 from memplug.arena.plan.dynamic_steps import Groups, ServedStep
 from memplug.arena.plan.problem import BUFFER, Problem
 from memplug.profile.trace import Trace
@@ -67,8 +67,10 @@ def with_rooms(
         return problem, frozenset()
     spare = _spare_bytes([_height([each], groups, hangs) + planned for each in steps])
     higher = height * (1 + spare / max(1, int(height.max())))
-    larger = problem.with_more(_staircase(np.ceil(higher).astype(np.int64), groups))
-    return larger, frozenset(key for key, hanging in zip(groups.keys, hangs.tolist(), strict=False) if hanging)
+    rectangles = staircase(np.ceil(higher).astype(np.int64), groups.begins, problem.main_stream)
+    return problem.with_more(rectangles), frozenset(
+        key for key, hanging in zip(groups.keys, hangs.tolist(), strict=False) if hanging
+    )
 
 
 def _best_sides(steps: Sequence[ServedStep], groups: Groups, planned: np.ndarray, deadline_s: float) -> np.ndarray:
@@ -136,8 +138,14 @@ def _spare_bytes(needed: Sequence[np.ndarray]) -> float:
     return min(MOST_SPARE * max(most), max(LEAST_SPARE * max(most), deviation))
 
 
-def _staircase(height: np.ndarray, groups: Groups) -> np.ndarray:
-    """Return rectangles below the height, of dtype BUFFER: each one comes after the one on which it lies."""
+def staircase(height: np.ndarray, begins: np.ndarray, stream: int) -> np.ndarray:
+    """Return rectangles below a height, of dtype BUFFER: each one comes after the one on which it lies.
+
+    Args:
+        height: bytes in each of n spans of time, int64[n].
+        begins: the instants at which these spans begin, and the end of the last one, int64[n + 1].
+        stream: the stream of the requests that the rectangles are for.
+    """
     unit = rounded_up(int(height.max(initial=0)) // LEVELS + 1, BLOCK_BYTES)
     levels = [*rounded_up(height, unit).tolist(), 0]
     found: list[tuple[int, int, int]] = []
@@ -152,8 +160,8 @@ def _staircase(height: np.ndarray, groups: Groups) -> np.ndarray:
             open_.append((begin, level))
     table = np.zeros(len(found), BUFFER)
     begin, end, size = np.array(found[::-1], np.int64).reshape(-1, 3).T
-    table["lower"], table["upper"], table["size"] = groups.begins[begin], groups.begins[end], size
-    table["alignment"], table["stream"], table["room"] = BLOCK_BYTES, groups.keys[0][GROUP.index("stream")], True
+    table["lower"], table["upper"], table["size"] = begins[begin], begins[end], size
+    table["alignment"], table["stream"], table["room"] = BLOCK_BYTES, stream, True
     for column in ("lower_phase", "upper_phase", "lower_layer", "upper_layer"):
         table[column] = -1
     return table[table["upper"] > table["lower"]]

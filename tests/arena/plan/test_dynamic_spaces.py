@@ -94,7 +94,8 @@ def test_reusable_space_is_exactly_what_no_buffer_uses_in_its_interval(recording
             assert inside is not bool(used.any())
         place = requests[requests["malloc_layer"] == group.malloc_layer]
         place = place[place["malloc_phase"] == group.malloc_phase]
-        members = place[list(group.members)]
+        members = place[np.isin(place["malloc_event"], group.mallocs)]
+        assert len(members) == group.requests
         for column in ("free_layer", "free_phase", "stream"):
             assert (members[column] == getattr(group, column)).all()
         assert (members["malloc_event"] >= group.lower).all() and (members["free_event"] < group.upper).all()
