@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from memplug.arena.arena import Arena, Counters
-from memplug.arena.plan.changed import with_dynamic, with_longer_lives, with_more_room
+from memplug.arena.plan.changed import with_dynamic, with_longer, with_longer_lives, with_more_room
 from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem
 from memplug.arena.tables import ArenaTables
@@ -21,6 +21,7 @@ class Shortfall(enum.Enum):
     LATE = "blocks were freed late"
     ROOM = "dynamic requests lacked room"
     SIZES = "requests had other sizes"
+    LENGTHS = "inputs were larger"
 
 
 MISMATCHED_SHARE = 0.01
@@ -123,6 +124,10 @@ class Shortfalls:
             return Shortfall.LATE, replace(plan, problem=with_longer_lives(problem, rows[np.array(late)]))
         if self._left[Shortfall.ROOM] and self._lack.lasts and problem.room_bytes:
             return Shortfall.ROOM, replace(plan, problem=self._lack.with_more_room(problem))
+        if step.unplanned and len(problem.terms) > 1:
+            longer = with_longer(problem, self._arena.inputs(), self._arena.margin_bytes)
+            if longer is not None:
+                return (Shortfall.LENGTHS, replace(plan, problem=longer)) if self._left[Shortfall.LENGTHS] else None
         if step.unplanned:
             self._resized.end_step(step, self._arena.resized())
             if self._left[Shortfall.SIZES] and self._resized.lasts(problem.requests):

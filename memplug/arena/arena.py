@@ -15,9 +15,10 @@ from typing import Protocol
 import torch
 
 from memplug import native
-from memplug.arena.tables import ArenaTables
+from memplug.arena.tables import MARGIN_BYTES, ArenaTables
 from memplug.errors import ArenaError
 from memplug.profile.records import Pass
+from memplug.profile.scaling import Inputs
 from memplug.sizes import GIB
 
 
@@ -100,6 +101,7 @@ class Arena:
 
     def __init__(self, device: torch.device | str, checks: bool = False):
         self.device = torch.device(device)
+        self.margin_bytes = MARGIN_BYTES if checks else 0
         self._native = native.load()
         kind = self.device.type
         if kind == "cuda":
@@ -145,6 +147,7 @@ class Arena:
                 list(map(int, tables.crosses)),
                 list(map(int, tables.ceilings)),
                 list(map(int, tables.reusable)),
+                list(map(list, tables.terms)),
                 tables.reused_bytes,
                 tables.kept_bytes,
                 tables.streams,
@@ -208,6 +211,10 @@ class Arena:
         The late request's block was freed too late: it held bytes of the displaced request when that one came.
         """
         return self._native.late_requests() if self.serving else []
+
+    def inputs(self) -> Inputs:
+        """Return the sizes of the inputs of the latest forward of each micro-batch."""
+        return tuple(map(tuple, self._native.input_sizes()))
 
     def resized(self) -> list[tuple[int, int]]:
         """Return pairs (planned request, size) for the requests of this step that the plan does not have.

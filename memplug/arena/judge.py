@@ -39,6 +39,7 @@ class Fault(enum.Enum):
     SPACES = "spaces"  # a stretch of a dynamic space is empty, below 0, or not above the one before
     SPACE_BEYOND_ARENA = "space beyond arena"
     SPACE_IN_USE = "space in use"
+    SCALE = "scale"  # a buffer's size is given as a function of the inputs, but is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +84,13 @@ def judge_addresses(plan: AddressPlan) -> tuple[Finding, ...]:
     unusable = tuple(_unusable(plan.problem, plan.solution))
     if unusable:
         return unusable
-    return (*judge(plan.problem, plan.solution), *_places(plan), *_predictions(plan), *_dynamic(plan))
+    return (
+        *judge(plan.problem, plan.solution),
+        *_places(plan),
+        *_scales(plan.problem),
+        *_predictions(plan),
+        *_dynamic(plan),
+    )
 
 
 def mistakes_of(plan: AddressPlan) -> Iterator[str]:
@@ -168,6 +175,23 @@ def _places(plan: AddressPlan) -> Iterator[Finding]:
                 f"{more(len(rows))}"
             )
             yield Finding(code=Fault.PLACE, message=message, rows=(row,))
+
+
+def _scales(problem: Problem) -> Iterator[Finding]:
+    if any(dimension < 0 for term in problem.terms for dimension in term):
+        yield Finding(code=Fault.SCALE, message=f"the terms {shown(problem.terms)} name dimensions below 0")
+    term, base, factor = (problem.buffers[name] for name in ("term", "base", "factor"))
+    is_function = (term > 0) & (base >= 0) & (factor > 0)
+    rows = np.flatnonzero(
+        ~is_function & ((base != 0) | (factor != 0) | (term < -1) | (term > 0)) | (term >= len(problem.terms))
+    )
+    if len(rows):
+        row = int(rows[0])
+        message = (
+            f"buffer {problem.ids[row]} requests {base[row]} + {factor[row]} times term {term[row]} of "
+            f"{len(problem.terms)}{more(len(rows))}"
+        )
+        yield Finding(code=Fault.SCALE, message=message, rows=(row,))
 
 
 def _predictions(plan: AddressPlan) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from memplug.arena.plan.dynamic import idle_spaces
 from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem
 from memplug.errors import LayoutError
-from memplug.profile.records import Pass
+from memplug.profile.scaling import Term
 from memplug.sizes import BLOCK_BYTES
 
 MARGIN_BYTES = BLOCK_BYTES
@@ -26,14 +26,17 @@ MARGIN_BYTES = BLOCK_BYTES
 
 PLANNED_REQUEST = np.dtype(  # in program order within each place
     [
-        ("size", "<i8"),  # bytes, a multiple of BLOCK_BYTES; with checks, including MARGIN_BYTES
+        ("size", "<i8"),  # the most bytes, a multiple of BLOCK_BYTES; with checks, including MARGIN_BYTES
         ("offset", "<i8"),  # in the reused part; meaningless where `kept` is not -1
+        ("base", "<i8"),  # bytes as requested: base + factor * term; unless `term` is CONSTANT or BOUNDED
+        ("factor", "<i8"),
         ("crosses", "<u8"),  # bit n: stream n uses some of these bytes at other times
         ("phase", "<i4"),  # (micro-batch + 1) * 8 + pass
         ("layer", "<i4"),
         ("stream", "<i4"),  # 0 is the main stream, on which dynamic requests are served
         ("kept", "<i4"),  # slot class if the block outlives the step (any free slot of the class serves it); else -1
         ("spare", "<i4"),  # group of reusable space to use if these bytes are not free; -1: none
+        ("term", "<i4"),  # index into `ArenaTables.terms`; CONSTANT or BOUNDED (`memplug.profile.scaling`)
     ]
 )
 KEPT_SLOT = np.dtype([("offset", "<i8"), ("kept", "<i4")])  # offset in the kept part; slot class
@@ -54,6 +57,7 @@ class ArenaTables:
         crosses: for each group, a bitset of the streams other than the main one that use its bytes.
         ceilings: for each group of dynamic requests, which come first, as `DynamicSpace.ceiling` in the reused part.
         reusable: groups to try, in this order, for a request outside of the program, such as a validation's.
+        terms: products of the sizes of a micro-batch's inputs; see `Problem.terms`.
         reused_bytes: size of the reused part.
         kept_bytes: size of the kept part. It is reserved separately, so that it can stay when the reused part is
             released.
@@ -68,6 +72,7 @@ class ArenaTables:
     crosses: Sequence[int]
     ceilings: Sequence[int]
     reusable: Sequence[int]
+    terms: Sequence[Term]
     reused_bytes: int
     kept_bytes: int
     streams: int
@@ -115,6 +120,7 @@ def tables_of(plan: AddressPlan) -> ArenaTables:
         crosses=[used.by_others(group, 0) for group in spaces],
         ceilings=[max(0, ceiling - kept_bytes) for ceiling in ceilings],
         reusable=range(len(groups) - len(spare) - len(reusable), len(groups) - len(spare)),
+        terms=plan.problem.terms,
         reused_bytes=plan.solution.height - kept_bytes,
         kept_bytes=kept_bytes,
         streams=int(stream[stream < MOST_STREAMS].max(initial=0)) + 1,
@@ -160,19 +166,15 @@ def _requests(
         stream=stream[rows],
         kept=kind[rows],
         spare=np.full(len(rows), -1),
+        **{column: table[column][rows] for column in ("base", "factor", "term")},
     )
     return requests, rows
 
 
 def _places(problem: Problem) -> np.ndarray:
-    """Return the phase of each buffer's request as the native core packs it. int64[n].
-
-    Requests between passes get the micro-batch of the forward before them.
-    """
+    """Return the phase of each buffer's request as the native core packs it. int64[n]."""
     kinds = np.array([int(phase.kind) for phase in problem.phases] or [0])[problem.buffers["lower_phase"]]
-    batches = np.array([phase.micro_batch for phase in problem.phases] or [0])[problem.buffers["lower_phase"]]
-    forwards = np.where((kinds == Pass.FORWARD) & (problem.buffers["lower_phase"] >= 0), batches, -1)
-    return (np.where(kinds == Pass.OTHER, np.maximum.accumulate(forwards), batches) + 1) * 8 + kinds
+    return (problem.micro_batch + 1) * 8 + kinds
 
 
 def _dynamic(plan: AddressPlan) -> tuple[np.ndarray, list[Spaces], list[int]]:

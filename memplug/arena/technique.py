@@ -38,6 +38,7 @@ from memplug.errors import ArenaError, LayoutError
 from memplug.plans.schema import MemoryPlan
 from memplug.profile.recorder import Detail
 from memplug.profile.trace import Pass, Trace, without_gradients
+from memplug.profile.varying import scales_as
 from memplug.session.given import Given
 from memplug.session.technique import Technique
 from memplug.words import known, size
@@ -351,11 +352,16 @@ class PlannedAddresses(Technique[Addresses]):
 def _alike(one: Trace, other: Trace) -> bool:
     """Return whether two steps make the same requests, in any order, except for at most `DIFFERING_SHARE` of them.
 
-    Requests of validations are not compared.
+    Requests of validations are not compared, nor are sizes if the steps have inputs of other sizes.
     """
+    scales = one.fingerprint.input_sizes != other.fingerprint.input_sizes
+    if scales and not scales_as(one, other):
+        return False
     counts = []
     for trace in (one, other):
         rows = trace.requests[~without_gradients(trace)]
-        counts.append(collections.Counter(rows[["nbytes", "malloc_layer"]].tolist()))
+        kinds = rows[["malloc_operator" if scales else "nbytes", "malloc_layer"]].tolist()
+        names = [trace.names[name] for name in trace.operators["name"].tolist()] if scales else []
+        counts.append(collections.Counter((names[kind] if scales and kind >= 0 else kind, at) for kind, at in kinds))
     differing = (counts[0] - counts[1]).total() + (counts[1] - counts[0]).total()
     return differing <= DIFFERING_SHARE * max(counts[0].total(), counts[1].total())

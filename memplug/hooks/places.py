@@ -21,6 +21,7 @@ from memplug.hooks.frameworks import holds_experts
 from memplug.hooks.job import job_of
 from memplug.hooks.tracing import nothing, outside
 from memplug.profile.recorder import Recorder
+from memplug.profile.records import input_sizes
 from memplug.profile.trace import Fingerprint, Layer
 from memplug.torch_private import current_graph_task_id
 
@@ -101,9 +102,10 @@ class Places:
         if torch.is_grad_enabled() and not recomputes:
             if self._micro_batch == 0 and self._recorder.recording:
                 self.gradients_stay = any(parameter.grad is not None for parameter in self._model.parameters())
-            self._hooks.enter_forward(self._micro_batch)
+            inputs = shapes((*args, *kwargs.values()))
+            self._hooks.enter_forward(self._micro_batch, *input_sizes([inputs]))
             self._micro_batch += 1
-            self.inputs.append(shapes((*args, *kwargs.values())))
+            self.inputs.append(inputs)
         elif recomputes:  # gradient checkpointing around the model runs it again: no new micro-batch
             self._hooks.enter_recompute()
         else:

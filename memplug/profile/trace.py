@@ -26,6 +26,7 @@ from memplug.profile.records import (
     Phase,
 )
 from memplug.profile.requests import earlier_frees, freed_elsewhere, live_bytes, requests, still_live
+from memplug.profile.scaling import Scaling
 from memplug.profile.trace_checks import check
 
 __all__ = [
@@ -70,6 +71,8 @@ class Trace:
             requested (unrounded) bytes; 0 if unknown.
         dynamic: bool[requests], the requests that differ in other steps (`memplug.profile.varying`); None: no other
             step was compared, and the requests of dynamic layers count as dynamic. Trace files do not contain it.
+        scaling: how the bytes of the requests follow from the inputs' sizes; None: all steps compared had inputs of the
+            same sizes. Trace files do not contain it.
 
     Raises:
         TraceError: the trace is malformed (`memplug.profile.trace_checks.check`).
@@ -88,6 +91,7 @@ class Trace:
     base_bytes: int = 0
     peak_bytes: int = 0
     dynamic: np.ndarray | None = None
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         """Check the trace, and copy writeable arrays into read-only ones."""

@@ -7,13 +7,14 @@ requests have the same size in each step, whatever module makes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 
 import numpy as np
 
 from memplug.profile.records import Layer, Pass
+from memplug.profile.scaling import BOUNDED, Fit, Scaling
 from memplug.profile.trace import Trace, without_gradients
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
@@ -21,6 +22,8 @@ FEW = 0.1
 """Two steps differ in few of a place's requests if at most this share of them is in no common run."""
 SHORT = 32
 """A place with more requests, of which many differ, is taken for a loop."""
+MOST = 0.5
+"""A place whose sizes follow from no inputs has more than this share of requests of which none shows how."""
 MOST_PAIRS = 2**22
 """The longest common runs of a place are searched for among at most so many pairs of requests."""
 
@@ -32,16 +35,22 @@ def observed(step: Trace, others: Sequence[Trace]) -> tuple[Trace, list[Trace]]:
     """Return the step and the others with their dynamic requests marked.
 
     All of them have the same requests that are not dynamic, but for those of forwards without gradients, which a step
-    may have or not, and which are never marked.
+    may have or not, and which are never marked. If the inputs of the steps have other sizes, the same requests may have
+    other bytes, which the step's `scaling` gives.
 
     Args:
         step: one recorded step.
         others: recorded steps of the same program; without any, no request is dynamic.
     """
-    partners = [same(step, other) for other in others]
+    scales = any(other.fingerprint.input_sizes != step.fingerprint.input_sizes for other in others)
+    partners = [same(step, other, scales) for other in others]
     dynamic = np.zeros(len(step.requests), bool)
     for partner in partners:
         dynamic |= partner < 0
+    scaling = None
+    if scales:
+        scaling, unfit = _scaled(step, others, partners)
+        dynamic |= unfit
     dynamic &= ~without_gradients(step)
     marked = []
     for other, partner in zip(others, partners, strict=True):
@@ -49,10 +58,58 @@ def observed(step: Trace, others: Sequence[Trace]) -> tuple[Trace, list[Trace]]:
         its[partner[~dynamic & (partner >= 0)]] = False
         its &= ~without_gradients(other)
         marked.append(replace(other, dynamic=its))
-    return replace(step, dynamic=dynamic), marked
+    return replace(step, dynamic=dynamic, scaling=scaling), marked
 
 
-def same(step: Trace, other: Trace) -> np.ndarray:
+def scales_as(step: Trace, other: Trace) -> bool:
+    """Return whether the inputs of two steps have the same dimensions, of whatever sizes."""
+    sizes = [list(map(len, each.fingerprint.input_sizes)) for each in (step, other)]
+    return sizes[0] == sizes[1]
+
+
+def _scaled(step: Trace, others: Sequence[Trace], partners: Sequence[np.ndarray]) -> tuple[Scaling, np.ndarray]:
+    """Return the sizes of a step's requests as functions of its inputs, and which requests are dynamic. bool[n].
+
+    Where no function gives most sizes of a place, or of an experts' module, these requests are dynamic.
+    """
+    nbytes = np.array([step.requests["nbytes"], *(
+        other.requests["nbytes"][np.maximum(partner, 0)] for other, partner in zip(others, partners, strict=True)
+    )])  # fmt: skip
+    fit, inputs = Fit(nbytes.shape[1]), [each.fingerprint.input_sizes for each in (step, *others)]
+    for of_it in _alike_in_micro_batches(step):
+        samples = [sizes[number] if number >= 0 else () for number in of_it for sizes in inputs]
+        fit.add([*of_it.values()], np.concatenate([nbytes[:, rows] for rows in of_it.values()]), samples)
+    scaling = fit.scaling(nbytes.max(axis=0, initial=0))
+    unfit = (scaling.term == BOUNDED) & np.logical_and.reduce([partner >= 0 for partner in partners])
+    dynamic = np.zeros(len(unfit), bool)
+    for (_, _, layer, _), rows in _by_place(step):
+        if unfit[rows].sum() > MOST * len(rows) or (layer is not None and layer.dynamic):
+            dynamic[rows] = unfit[rows]
+    return scaling, dynamic
+
+
+def _alike_in_micro_batches(step: Trace) -> Iterable[dict[int, np.ndarray]]:
+    """Return the rows of those requests that several micro-batches make alike, by micro-batch; below 0: none."""
+    found: dict[tuple, dict[int, np.ndarray]] = {}
+    numbers, dimensions = _micro_batches(step), [*map(len, step.fingerprint.input_sizes), 0]
+    for (kind, _, layer, stream), rows in _by_place(step):
+        for number in np.unique(numbers[rows]).tolist():
+            own = rows[numbers[rows] == number]
+            names = tuple(name for name, _ in _asked(step, own, True))
+            found.setdefault((kind, layer, stream, names, number < 0, dimensions[number]), {})[number] = own
+    return found.values()
+
+
+def _micro_batches(step: Trace) -> np.ndarray:
+    """Return the micro-batch of each request; between passes, that of the forward before. int64[n]."""
+    phases = step.requests["malloc_phase"]
+    kinds = np.array([phase.kind for phase in step.phases])[phases]
+    numbers = np.array([phase.micro_batch for phase in step.phases])[phases]
+    forwards = np.maximum.accumulate(np.where(kinds == Pass.FORWARD, numbers, -1))
+    return np.where(kinds == Pass.OTHER, forwards, numbers)
+
+
+def same(step: Trace, other: Trace, scales: bool = False) -> np.ndarray:
     """Return for each request of a step the row of the same request in another step, or -1. int64[requests].
 
     Requests are compared place by place, by operator and by bytes in whole blocks; a place is a pass, a micro-batch, a
@@ -62,12 +119,17 @@ def same(step: Trace, other: Trace) -> np.ndarray:
     requests only those are the same that are freed elsewhere, such as weights' gradients, if their operator makes equal
     ones in both steps. Between the passes, where the script allocates what it likes, the longest common runs are the
     same in any case.
+
+    Args:
+        step: one recorded step.
+        other: another one.
+        scales: compare by operator alone, since the steps have inputs of other sizes.
     """
     found = np.full(len(step.requests), -1)
     theirs = dict(_by_place(other))
     for place, rows in _by_place(step):
         its = theirs.get(place, rows[:0])
-        own_asked, its_asked = _asked(step, rows), _asked(other, its)
+        own_asked, its_asked = _asked(step, rows, scales), _asked(other, its, scales)
         if sorted(own_asked) == sorted(its_asked):
             found[rows[_order(own_asked)]] = its[_order(its_asked)]
             continue
@@ -137,10 +199,10 @@ def _by_place(step: Trace) -> Iterator[tuple[_Place, np.ndarray]]:
         yield (at.kind, at.micro_batch, of, stream), order[begin:end]
 
 
-def _asked(step: Trace, rows: np.ndarray) -> list[_Asked]:
-    """Return the operator and the bytes, in whole blocks, of each of these requests."""
+def _asked(step: Trace, rows: np.ndarray, scales: bool) -> list[_Asked]:
+    """Return the operator and the bytes, in whole blocks, of each of these requests; 0 bytes if they scale."""
     table = step.requests[rows]
-    sizes = rounded_up(table["nbytes"], BLOCK_BYTES).tolist()
+    sizes = [0] * len(rows) if scales else rounded_up(table["nbytes"], BLOCK_BYTES).tolist()
     operators = table["malloc_operator"]
     names = [""] * len(rows)
     if len(step.operators):

@@ -14,14 +14,14 @@ from tests.support.folders import ROOT
 RANDOM_SEEDS = "300"  # number of seeds for random requests
 PROGRAMS = ("arena_test", "arena_plans_test", "free_bytes_test")
 NAMES = ("arena", "arena_plan", "holes", "leftovers", "pending_uses", "planned_blocks", "resized", "reusing")
-SOURCES = tuple(f"memplug/arena/native/{name}.cpp" for name in NAMES)
-INCLUDED = "-Imemplug/native"  # for blocks.h
+SOURCES = (*(f"memplug/arena/native/{name}.cpp" for name in NAMES), "memplug/profile/native/input_sizes.cpp")
+INCLUDED = ("-Imemplug/native", "-Imemplug/profile/native")  # for blocks.h and input_sizes.h
 COMPILER = shutil.which("c++") or shutil.which("g++")
 
 
 def compiler(arguments: Sequence[str], *flags: str, source: str = "") -> subprocess.CompletedProcess[str]:
     """Run the compiler with these arguments; `source` is its standard input."""
-    command = [COMPILER, "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", INCLUDED, *flags, *arguments]
+    command = [COMPILER, "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread", *INCLUDED, *flags, *arguments]
     return subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, timeout=300)
 
 

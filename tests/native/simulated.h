@@ -102,7 +102,7 @@ struct Simulated final : ArenaDevice {
 };
 
 PlannedRequest planned(int64_t offset, int64_t size, int32_t phase = 0, int32_t stream = 0, uint64_t crosses = 0) {
-  return {size * UNIT, offset * UNIT, crosses, phase, 0, stream, -1, -1};
+  return {size * UNIT, offset * UNIT, 0, 0, crosses, phase, 0, stream, -1, -1, CONSTANT};
 }
 
 ArenaPlan plan_of(std::vector<PlannedRequest> requests, int64_t size, int32_t streams = 1) {

@@ -121,7 +121,7 @@ OF_THE_PROBLEM = {
     **{f"buffers.{name}": in_problem("buffers", name) for name in BUFFER.names},
     **{f"orderings.{name}": in_problem("orderings", name) for name in ORDERING.names},
     **{f"fingerprint.{each.name}": in_problem("fingerprint", each.name) for each in fields(Fingerprint)},
-    **{name: in_problem(name) for name in ("ids", "phases", "layers")},
+    **{name: in_problem(name) for name in ("ids", "phases", "layers", "terms")},
 }
 OF_THE_REST = {
     **{f"solution.{each.name}": in_solution(each.name) for each in fields(Solution)},

@@ -18,6 +18,7 @@ from tests.support.folders import DATA
 
 PHASES = (Phase(Pass.FORWARD, 0), Phase(Pass.BACKWARD, 0), Phase(Pass.OPTIMIZER))
 LAYERS = (Layer("layers.0"), Layer("layers.1"), Layer("layers.1.mlp", dynamic=True))
+TERMS = ((), (0,), (0, 1))
 
 
 @st.composite
@@ -48,6 +49,7 @@ def problems(
         orderings=np.array(orderings, ORDERING),
         phases=PHASES if named else (),
         layers=LAYERS if named else (),
+        terms=TERMS,
     )
 
 
@@ -99,6 +101,7 @@ def address_plans(
         orderings=problem.orderings,
         phases=problem.phases,
         layers=problem.layers,
+        terms=problem.terms,
         fingerprint=Fingerprint(model=draw(st.text(max_size=3)), inputs=("int64[1, 8]",), versions=(("torch", "2"),)),
     )
     solution = first_fit(problem, draw(st.permutations(range(len(problem)))))
@@ -150,6 +153,8 @@ def is_valid_plan(plan: AddressPlan) -> bool:
         is_valid(problem, solution)
         and all(-1 <= i < len(problem.phases) for b in placed for i in (b.lower_phase, b.upper_phase))
         and all(-1 <= i < len(problem.layers) for b in placed for i in (b.lower_layer, b.upper_layer))
+        and all(_is_valid_scale(problem, buffer) for buffer in placed)
+        and all(dimension >= 0 for term in problem.terms for dimension in term)
         and promised.arena_bytes == solution.height
         and promised.static_peak_bytes == peak
         and promised.fragmentation == (1 - peak / solution.height if placed else 0)
@@ -157,6 +162,12 @@ def is_valid_plan(plan: AddressPlan) -> bool:
         and promised.live_peak_bytes >= max(in_use, promised.dynamic_peak_bytes)
         and all(_is_valid_group(plan, placed, group) for group in plan.dynamic)
     )
+
+
+def _is_valid_scale(problem: Problem, buffer: Buffer) -> bool:
+    if buffer.term > 0:
+        return buffer.term < len(problem.terms) and buffer.base >= 0 and buffer.factor > 0
+    return buffer.base == buffer.factor == 0 and (buffer.term == -1 or 0 <= buffer.term < len(problem.terms))
 
 
 def _is_valid_group(plan: AddressPlan, placed: list[Buffer], group: DynamicSpace) -> bool:
@@ -224,6 +235,7 @@ def _row(draw, named, *, streams, latest, largest, alignments) -> tuple:
         *(draw(place[1]) for _ in range(2)),
         outlives,
         not outlives and draw(st.sampled_from((False,) * 9 + (True,))),
+        *draw(st.sampled_from(((0, 0, 0), (0, 0, 0), (-1, 0, 0), (1, 0, 3), (2, 5, 1)))),
     )
 
 

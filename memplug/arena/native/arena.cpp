@@ -92,7 +92,29 @@ Arena::Spot* Arena::spot_of(int32_t phase, int32_t layer) {
     spot.next = spot.begin;
     spot.dynamic_next = spot.dynamic_begin;
   }
+  if (spot.scales && spot.version != input_version()) {
+    scale(spot);
+  }
   return &spot;
+}
+
+// Computes the sizes of a place's requests from the inputs of its micro-batch.
+void Arena::scale(Spot& spot) {
+  const auto [version, sizes] = input_sizes(spot.micro_batch);
+  std::vector<int64_t> values;
+  for (const std::vector<int32_t>& term : plan_.terms) {
+    int64_t value = 1;
+    for (const int32_t dimension : term) {
+      value *= static_cast<size_t>(dimension) < sizes.size() ? sizes[dimension] : 0;
+    }
+    values.push_back(value);
+  }
+  const int64_t margin = checks_ ? BLOCK_BYTES : 0;
+  for (int32_t at = spot.begin; at < spot.end; ++at) {
+    Row& row = rows_[at];
+    row.size = row.term > CONSTANT ? in_blocks(row.base + row.factor * values[row.term]) + margin : row.size;
+  }
+  spot.version = version;
 }
 
 // Returns the next planned request of this size and stream that has not been served in this step. Looks from the
@@ -101,7 +123,8 @@ Arena::Spot* Arena::spot_of(int32_t phase, int32_t layer) {
 Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   const auto fits = [&](int32_t at) {
     const Row& row = rows_[at];
-    return row.size == size && row.served_in != step_ && is_stream(row.stream, stream);
+    const bool is_size = row.term == BOUNDED ? at == spot.next && size <= row.most : row.size == size && size <= row.most;
+    return is_size && row.served_in != step_ && is_stream(row.stream, stream);
   };
   const auto take = [&](int32_t at) {
     spot.next = at + 1;
@@ -148,7 +171,7 @@ bool Arena::is_free(const Row& row) {
     late_.emplace(planned_[late].row, static_cast<int32_t>(&row - rows_.data()));
     return false;
   }
-  return reused_->holes.are_free(row.offset, row.offset + row.size);
+  return reused_->holes.are_free(row.offset, row.offset + row.most);
 }
 
 void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
@@ -156,9 +179,9 @@ void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
     return nullptr;
   }
   char* const begin = reused_->begin + row.offset;
-  const bool wanted = hand_out(begin, row.size, nbytes, stream, row.crosses);
+  const bool wanted = hand_out(begin, row.most, nbytes, stream, row.crosses);
   const auto number = static_cast<int32_t>(&row - rows_.data());
-  planned_.add(row.start, {row.offset + row.size, static_cast<int64_t>(nbytes), stream, number, wanted});
+  planned_.add(row.start, {row.offset + row.most, static_cast<int64_t>(nbytes), stream, number, wanted});
   ++reused_->live;
   return begin;
 }
@@ -171,8 +194,8 @@ void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
     if (slots_[slot].held == 0) {
       slots_[slot].held = 1;
       char* const begin = kept_->begin + slots_[slot].offset;
-      const bool wanted = hand_out(begin, row.size, nbytes, stream, 0);
-      kept_blocks_[begin] = {begin + row.size, static_cast<int64_t>(nbytes), stream, slot, slot + 1, wanted, step_};
+      const bool wanted = hand_out(begin, row.most, nbytes, stream, 0);
+      kept_blocks_[begin] = {begin + row.most, static_cast<int64_t>(nbytes), stream, slot, slot + 1, wanted, step_};
       ++kept_->live;
       return begin;
     }

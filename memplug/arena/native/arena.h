@@ -21,6 +21,7 @@
 #include "block_table.h"
 #include "blocks.h"
 #include "holes.h"
+#include "input_sizes.h"
 #include "pending_uses.h"
 #include "planned_blocks.h"
 
@@ -63,14 +64,17 @@ class ArenaDevice {
 // request uses during a part of the step.
 #pragma pack(push, 1)
 struct PlannedRequest { // sorted in program order within each place
-  int64_t size; // bytes, rounded up to BLOCK_BYTES; with checks, including the margin
+  int64_t size; // the most bytes, rounded up to BLOCK_BYTES; with checks, including the margin
   int64_t offset; // bytes from the beginning of the reused part, if `kept` is -1
+  int64_t base; // bytes as requested: base + factor * term; unless `term` is CONSTANT or BOUNDED
+  int64_t factor;
   uint64_t crosses; // bit n: stream n uses some of these bytes at other times
   int32_t phase;
   int32_t layer;
   int32_t stream;
   int32_t kept; // slot class if the block outlives the step: any free slot of the class serves it; else -1
   int32_t spare; // group that serves the request if its planned bytes are not free; -1: none
+  int32_t term; // index into ArenaPlan::terms; CONSTANT or BOUNDED
 };
 struct KeptSlot {
   int64_t offset; // bytes from the beginning of the kept part
@@ -88,6 +92,9 @@ struct IdleSpace { // one byte range of a group, in the reused part
 };
 #pragma pack(pop)
 
+// Values of PlannedRequest::term: the size never changes; it is at most `size`.
+constexpr int32_t CONSTANT = 0, BOUNDED = -1;
+
 struct ArenaPlan {
   std::vector<PlannedRequest> requests;
   std::vector<KeptSlot> slots;
@@ -97,6 +104,7 @@ struct ArenaPlan {
   // by group of dynamic requests, which come first: they lie as high as they fit below this offset; 0: as low as they fit
   std::vector<int64_t> ceilings;
   std::vector<int32_t> reusable; // groups to try, in this order, for a request outside of the program
+  std::vector<std::vector<int32_t>> terms; // each a product: dimensions of a micro-batch's inputs (input_sizes.h)
   int64_t reused_bytes = 0; // size of the reused part, which holds a step's blocks
   int64_t kept_bytes = 0; // size of the kept part, which holds blocks that outlive the step
   int32_t streams = 1; // number of streams; stream 0 is the main one
@@ -211,7 +219,8 @@ class Arena {
     uint32_t until = 0; // the step from which the arena serves this kind again
   };
   struct Row { // a planned request
-    int64_t size;
+    int64_t size; // of this step, by the sizes of its inputs
+    int64_t most; // bytes that it has in the plan
     int64_t offset;
     uint64_t crosses;
     int32_t start; // number of its offset in `planned_`; -1: kept
@@ -219,6 +228,9 @@ class Arena {
     int32_t stream;
     int32_t kept;
     int32_t spare;
+    int32_t term;
+    int64_t base;
+    int64_t factor;
     uint32_t served_in = 0; // the step in which it was last served
     const LeftoverHistory* mark = nullptr; // null: no block of this request has outlived its step
   };
@@ -226,6 +238,9 @@ class Arena {
     int32_t begin = 0, end = 0, next = 0; // indices into `rows_`; `next` is the row expected next
     int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
     uint32_t step = 0;
+    int32_t micro_batch = -1;
+    bool scales = false; // whether the size of any of its rows follows from the inputs
+    uint32_t version = 0; // of the inputs that the sizes of its rows follow from
   };
   struct UnknownRequest { // a request of the main stream that the plan does not have
     const Spot* spot;
@@ -290,6 +305,7 @@ class Arena {
   }
   bool lasts(const RequestKind& kind) const;
   Spot* spot_of(int32_t phase, int32_t layer);
+  void scale(Spot& spot);
   Row* match(Spot& spot, int64_t size, Stream stream);
   void note_unknown(const Spot& spot, int64_t size, Stream stream);
   bool is_stream(int32_t number, Stream stream);

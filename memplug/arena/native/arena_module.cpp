@@ -37,6 +37,7 @@ void load_arena(
     std::vector<uint64_t> crosses,
     std::vector<int64_t> ceilings,
     std::vector<int32_t> reusable,
+    std::vector<std::vector<int32_t>> terms,
     int64_t reused_bytes,
     int64_t kept_bytes,
     int32_t streams) {
@@ -48,6 +49,7 @@ void load_arena(
       std::move(crosses),
       std::move(ceilings),
       std::move(reusable),
+      std::move(terms),
       reused_bytes,
       kept_bytes,
       streams};

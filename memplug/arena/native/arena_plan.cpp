@@ -10,6 +10,11 @@ namespace {
 // reserved memory of more than this multiple of the needed bytes is released rather than used again
 constexpr int64_t LARGEST_PART = 2;
 
+// Returns the micro-batch of a packed phase (`pack` in sequence.h); -1: none.
+int32_t micro_batch_of(int32_t phase) {
+  return phase / 8 - 1;
+}
+
 } // namespace
 
 Arena::~Arena() {
@@ -174,7 +179,7 @@ void Arena::build() {
     const bool kept = r.kept >= 0;
     const int32_t start = kept ? -1 : planned_.number_from(r.offset);
     const int32_t end = kept ? -1 : planned_.number_from(r.offset + r.size);
-    rows_.push_back({r.size, r.offset, r.crosses, start, end, r.stream, r.kept, r.spare});
+    rows_.push_back({r.size, r.size, r.offset, r.crosses, start, end, r.stream, r.kept, r.spare, r.term, r.base, r.factor});
   }
   spaces_of_.assign(plan_.crosses.size(), {});
   for (const IdleSpace& space : plan_.spaces) {
@@ -191,6 +196,8 @@ void Arena::build_spots() {
     Spot& spot = spots_[key_of(requests[i].phase, requests[i].layer)];
     spot.begin = spot.end == 0 ? static_cast<int32_t>(i) : spot.begin;
     spot.end = static_cast<int32_t>(i) + 1;
+    spot.micro_batch = micro_batch_of(requests[i].phase);
+    spot.scales |= requests[i].term > CONSTANT;
   }
   const auto& dynamic = plan_.dynamic;
   for (size_t i = 0; i < dynamic.size(); ++i) {

@@ -11,6 +11,7 @@ from memplug.arena.plan.dynamic import GROUP
 from memplug.arena.plan.part import AddressPlan, DynamicSpace
 from memplug.arena.plan.problem import Problem, live_bytes
 from memplug.arena.plan.rooms import staircase
+from memplug.profile.scaling import BOUNDED, CONSTANT, Inputs, value_of
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
 
@@ -19,6 +20,32 @@ def with_more_room(problem: Problem, share: float) -> Problem:
     buffers, room = problem.buffers.copy(), problem.buffers["room"]
     buffers["size"][room] = rounded_up(np.ceil(buffers["size"][room] * (1 + share)).astype(np.int64), BLOCK_BYTES)
     return replace(problem, buffers=buffers)
+
+
+def with_longer(problem: Problem, inputs: Inputs, margin_bytes: int = 0) -> Problem | None:
+    """Return the problem of a step with larger inputs; None: its requests have no more bytes than planned.
+
+    Rooms, and buffers whose sizes are no function of the inputs, grow as much as the buffer that grows most.
+
+    Args:
+        problem: whose sizes follow from the inputs.
+        inputs: of the step.
+        margin_bytes: bytes that follow each buffer.
+    """
+    table = problem.buffers.copy()
+    value = np.zeros(len(table), np.int64)
+    for number, sizes in enumerate(inputs):
+        of_it = problem.micro_batch == number
+        value[of_it] = np.array([value_of(term, sizes) for term in problem.terms])[np.maximum(table["term"][of_it], 0)]
+    asked = rounded_up(table["base"] + table["factor"] * value, BLOCK_BYTES) + margin_bytes
+    longer = (table["term"] > CONSTANT) & (asked > table["size"])
+    if not longer.any():
+        return None
+    growth = float((asked[longer] / table["size"][longer]).max())
+    table["size"][longer] = asked[longer]
+    unknown = table["room"] | (table["term"] == BOUNDED)
+    table["size"][unknown] = rounded_up(np.ceil(table["size"][unknown] * growth).astype(np.int64), BLOCK_BYTES)
+    return replace(problem, buffers=table)
 
 
 def with_dynamic(plan: AddressPlan, largest: Mapping[int, int]) -> AddressPlan:

@@ -68,7 +68,9 @@ def problem_of(
     assert alignment_bytes > 0 and margin_bytes % alignment_bytes == 0, "an alignment above 0, and multiples of it"
     requests = step.requests
     placed = ~requests["dynamic"] & (requests["nbytes"] > 0) & (requests["malloc_thread"] == TRAINING)
-    requests = requests[placed if without_gradients else placed & ~trace.without_gradients(step)]
+    placed &= without_gradients | ~trace.without_gradients(step)
+    requests, scaling = requests[placed], step.scaling
+    largest = requests["nbytes"] if scaling is None else scaling.largest[placed]
     if (requests["stream"] > np.iinfo(BUFFER["stream"]).max).any():
         raise LayoutError(
             f"a request is on stream {requests['stream'].max()}: stream numbers must fit an int32",
@@ -80,7 +82,10 @@ def problem_of(
     lower, upper = requests["malloc_event"], requests["free_event"]
     upper = np.where(freed_elsewhere(requests), np.minimum(2 * upper - lower, len(step.events)), upper)
     table["upper"] = np.where(live, len(step.events), upper)
-    table["size"] = rounded_up(requests["nbytes"], alignment_bytes) + margin_bytes
+    table["size"] = rounded_up(largest, alignment_bytes) + margin_bytes
+    if scaling is not None:
+        for column in ("term", "base", "factor"):
+            table[column] = getattr(scaling, column)[placed]
     table["alignment"] = alignment_bytes
     table["stream"] = requests["stream"]
     for column, of_request in (("lower", "malloc"), ("upper", "free")):
@@ -93,6 +98,7 @@ def problem_of(
         ids=np.concatenate([requests["number"], -1 - np.arange(len(left))]),
         phases=step.phases,
         layers=step.layers,
+        terms=((),) if scaling is None else scaling.terms,
         fingerprint=step.fingerprint,
     )
 

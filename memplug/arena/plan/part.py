@@ -102,6 +102,7 @@ class AddressPlan(PlanPart):
             "predictions": asdict(self.predictions),
             "phases": [{"kind": phase.kind.name.lower(), "micro_batch": phase.micro_batch} for phase in problem.phases],
             "layers": [asdict(layer) for layer in problem.layers],
+            "terms": [list(term) for term in problem.terms],
             "dynamic": [asdict(group) for group in self.dynamic],
             "requests": len(problem),
             "buffers": {"id": problem.ids.tolist(), "offset": solution.offsets.tolist(), **_columns(problem.buffers)},
@@ -122,6 +123,7 @@ class AddressPlan(PlanPart):
             orderings=_table(orderings, ORDERING, len(orderings["time"])),
             phases=tuple(Phase(Pass[phase.kind.upper()], phase.micro_batch) for phase in head.phases),
             layers=head.layers,
+            terms=head.terms,
         )
         for name in _PLACES:
             rows = problem.buffers[name]
@@ -212,6 +214,7 @@ class _PartHeader:
     predictions: PromisedBytes
     phases: tuple[_Phase, ...]
     layers: tuple[Layer, ...]
+    terms: tuple[tuple[int, ...], ...]
     dynamic: tuple[DynamicSpace, ...]
 
 

@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from memplug.errors import LayoutError
-from memplug.profile.records import Fingerprint, Layer, Phase
+from memplug.profile.records import Fingerprint, Layer, Pass, Phase
+from memplug.profile.scaling import CONSTANT, Term
 
 BUFFER = np.dtype(
     [
@@ -28,6 +29,10 @@ BUFFER = np.dtype(
         ("upper_layer", "<i4"),
         ("outlives", "?"),  # still in use when the step ends: shares no bytes
         ("room", "?"),  # no request: bytes for dynamic requests, whose sizes are known only at run time
+        # where the size follows from a step's inputs, `size` is the largest; else 0 (`memplug.profile.scaling`)
+        ("term", "<i4"),  # index into Problem.terms; CONSTANT or BOUNDED
+        ("base", "<i8"),  # bytes: what is requested is base + factor * term
+        ("factor", "<i8"),
     ]
 )
 ORDERING = np.dtype(  # at `time`, stream `after` waits for all work of stream `before` so far
@@ -50,6 +55,7 @@ class Buffer:
         lower_phase, upper_phase, lower_layer, upper_layer: where it is requested and freed; see `BUFFER`.
         outlives: whether it is still in use when the step ends.
         room: whether it is no request, but bytes for dynamic requests.
+        term, base, factor: how its size follows from a step's inputs; see `BUFFER`.
     """
 
     lower: int
@@ -63,6 +69,9 @@ class Buffer:
     upper_layer: int = -1
     outlives: bool = False
     room: bool = False
+    term: int = CONSTANT
+    base: int = 0
+    factor: int = 0
 
 
 def buffers(rows: list[Buffer] | np.ndarray) -> np.ndarray:
@@ -90,6 +99,7 @@ class Problem:
             the row numbers.
         orderings: of dtype ORDERING, sorted by time.
         phases, layers: the phases and layers that columns of `buffers` index.
+        terms: products of the sizes of a step's inputs, which the column `term` of `buffers` indexes.
         fingerprint: of the trace; empty if the problem does not come from a trace.
 
     Raises:
@@ -102,6 +112,7 @@ class Problem:
     orderings: np.ndarray = field(default_factory=lambda: np.empty(0, ORDERING))
     phases: tuple[Phase, ...] = ()
     layers: tuple[Layer, ...] = ()
+    terms: tuple[Term, ...] = ((),)
     fingerprint: Fingerprint = Fingerprint()
 
     def __post_init__(self) -> None:
@@ -135,6 +146,15 @@ class Problem:
         """Return the most bytes that rooms have at once; 0 without rooms."""
         return int(live_bytes(self.buffers[self.buffers["room"]])[1].max(initial=0))
 
+    @cached_property
+    def micro_batch(self) -> np.ndarray:
+        """Return the micro-batch of each buffer's request; between passes, that of the forward before. int64[n]."""
+        phase = self.buffers["lower_phase"]
+        kinds = np.array([int(each.kind) for each in self.phases] or [0])[phase]
+        numbers = np.array([each.micro_batch for each in self.phases] or [0])[phase]
+        forwards = np.where((kinds == Pass.FORWARD) & (phase >= 0), numbers, -1)
+        return np.where(kinds == Pass.OTHER, np.maximum.accumulate(forwards), numbers)
+
     @property
     def largest_bytes(self) -> int:
         """Return the bytes of the largest request; 0 without requests."""
@@ -156,6 +176,7 @@ class Problem:
             orderings=self.orderings,
             phases=self.phases,
             layers=self.layers,
+            terms=self.terms,
             fingerprint=self.fingerprint,
         )
 

@@ -1,5 +1,7 @@
 #include "place_hooks.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <exception>
@@ -9,6 +11,7 @@
 #include <vector>
 
 #include "clock.h"
+#include "input_sizes.h"
 
 namespace py = pybind11;
 
@@ -89,9 +92,15 @@ py::tuple layer_hooks(const std::shared_ptr<PlaceHooks>& hooks, int32_t layer) {
 } // namespace
 
 void add_place_hooks(py::module_& module) {
+  module.def("input_sizes", [] { return input_sizes(); });
   py::class_<PlaceHooks, std::shared_ptr<PlaceHooks>>(module, "PlaceHooks")
       .def(py::init<>())
-      .def("enter_forward", [](PlaceHooks& hooks, int32_t number) { hooks.enter(IN_MODEL, enter_forward(number)); })
+      .def(
+          "enter_forward",
+          [](PlaceHooks& hooks, int32_t number, std::vector<int64_t> sizes) {
+            note_input_sizes(number, std::move(sizes));
+            hooks.enter(IN_MODEL, enter_forward(number));
+          })
       .def("enter_no_grad", [](PlaceHooks& hooks) { hooks.enter(IN_MODEL, enter_no_grad()); })
       .def("enter_recompute", [](PlaceHooks& hooks) { hooks.enter(IN_MODEL, enter_layer(-1)); })
       .def("leave_model", [](PlaceHooks& hooks) { hooks.leave(IN_MODEL); })

@@ -1,0 +1,184 @@
+"""Inputs whose sizes change from step to step: one plan serves all of them, as large as the largest step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import memplug
+from memplug.arena.judge import judge_addresses
+from memplug.arena.plan import auto
+from memplug.arena.plan.changed import with_longer
+from memplug.arena.plan.part import address_plan
+from memplug.arena.plan.problem import Problem, buffers
+from memplug.arena.report import ArenaReport
+from memplug.profile.records import Pass, Phase
+from memplug.profile.scaling import BOUNDED
+from memplug.sizes import BLOCK_BYTES
+
+ARENA_ALONE = {"enabled": False}
+BLOCK = {"enabled": True, "plan_dir": False, "profiler": {"wait_for_plans": True}}
+Draw = Callable[["np.random.Generator | Largest"], list[tuple[int, int]]]
+
+
+LONGEST_AT = 8
+
+
+class Largest:
+    """A generator of random numbers that always draws the largest."""
+
+    def integers(self, least: int, end: int) -> int:
+        return end - 1
+
+    def choice(self, values: list[int]) -> int:
+        return max(values)
+
+    def lognormal(self, mean: float, sigma: float) -> float:
+        return float("inf")
+
+
+def llama(attention: str = "eager") -> LlamaForCausalLM:
+    """Return a Llama of three layers, the same each time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=128,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(model: nn.Module, draw: Draw, steps: int, after: Callable[[], object] = lambda: None) -> Iterator[float]:
+    """Train, and yield the loss of each step.
+
+    Args:
+        model: a causal language model.
+        draw: returns (batch, tokens) of each micro-batch of a step; step `LONGEST_AT` has the largest that it can draw.
+        steps: number of steps.
+        after: called after each step.
+    """
+    torch.manual_seed(1)
+    random = np.random.default_rng(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        total = 0.0
+        for shape in draw(random) if step != LONGEST_AT else draw(Largest()):
+            tokens = torch.randint(0, 128, shape)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+        yield total
+
+
+def reports(
+    draw: Draw, steps: int, attention: str = "eager", tokenwise: dict[str, Any] | None = None
+) -> list[ArenaReport]:
+    """Train with the arena, check losses and weights against a training without memplug, and return a report a step."""
+    model, plain = llama(attention), llama(attention)
+    found: list[ArenaReport] = []
+    with memplug.attach(model, {**BLOCK, "tokenwise": tokenwise or ARENA_ALONE}) as session:
+
+        def end_step() -> None:
+            session.step()
+            found.append(session.report().arena)
+
+        losses = [*train(model, draw, steps, end_step)]
+    assert losses == [*train(plain, draw, steps)]
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
+    return found
+
+
+def one_length(random: np.random.Generator | Largest) -> list[tuple[int, int]]:
+    return [(2, int(random.integers(1, 97)))]
+
+
+def buckets(random: np.random.Generator | Largest) -> list[tuple[int, int]]:
+    return [(2, int(random.choice([16, 32, 64, 96])))]
+
+
+def batch_and_length(random: np.random.Generator | Largest) -> list[tuple[int, int]]:
+    return [(int(random.integers(2, 5)), int(random.integers(8, 97)))]
+
+
+def any_batch(random: np.random.Generator | Largest) -> list[tuple[int, int]]:
+    return [(int(random.integers(1, 5)), int(random.integers(8, 97)))]
+
+
+def micro_batches(random: np.random.Generator | Largest) -> list[tuple[int, int]]:
+    return [(1, int(random.integers(8, 97))) for _ in range(3)]
+
+
+def normal(random: np.random.Generator | Largest) -> list[tuple[int, int]]:
+    return [(1, int(np.clip(random.lognormal(3.5, 0.6), 4, 160)))]
+
+
+def check_serving(found: list[ArenaReport], share: float = 0.99) -> None:
+    """Check that one plan, or one more, serves this share of the last 20 steps' bytes."""
+    before, last = found[-21], found[-1]
+    served, fell = last.served_bytes - before.served_bytes, last.fallback_bytes - before.fallback_bytes
+    assert last.state == "serving" and last.plans <= 2
+    assert served >= share * (served + fell)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("draw", [one_length, buckets, batch_and_length, micro_batches, normal])
+def test_one_plan_serves_all_lengths_in_memory_for_the_longest(draw: Draw, attention: str) -> None:
+    found = reports(draw, 70, attention)
+    check_serving(found)
+    (longest,) = [each.bytes for each in reports(lambda random: draw(Largest()), 12, attention)[-1:]]
+    assert found[-1].bytes <= 1.05 * longest
+
+
+def test_steps_that_make_a_few_other_requests_are_served_too() -> None:
+    # a batch of one sequence needs no copies where a larger one does
+    check_serving(reports(any_batch, 70), 0.98)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_one_plan_serves_all_lengths_of_regions_that_swap_or_recompute(alpha: float) -> None:
+    found = reports(one_length, 60, tokenwise={"alpha": alpha, "min_offload_bytes": 0})
+    check_serving(found)
+
+
+def test_longer_steps_than_planned_make_the_arena_larger_without_a_new_recording() -> None:
+    lengths = [*(20, 30) * 6, 90, *(20, 90, 60) * 7]
+    drawn = iter([*lengths, *lengths])
+    found = reports(lambda random: [(2, next(drawn))], len(lengths))
+    planned, longer, last = found[11], found[12], found[-1]
+    assert planned.state == "serving" and last.plans == 1 and last.amendments >= 1
+    assert longer.fallback_bytes > planned.fallback_bytes and last.bytes > 2 * planned.bytes
+    check_serving(found)
+
+
+def plan_of_two_lengths(tokens: int) -> Problem:
+    """Return the problem of three requests for 4 blocks a token, for 3 blocks at most, and for 1 block."""
+    table = buffers(np.array([[0, 9, 4 * tokens], [1, 5, 3], [2, 7, 1]], np.int64))
+    table["size"] *= BLOCK_BYTES
+    table["alignment"], table["lower_phase"], table["upper_phase"] = BLOCK_BYTES, 0, 0
+    table["term"], table["factor"][0] = (1, BOUNDED, 0), 4 * BLOCK_BYTES
+    return Problem(buffers=table, phases=(Phase(Pass.FORWARD, 0),), terms=((), (1,)))
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(5, None), (3, None), (6, [24, 4, 1]), (10, [40, 6, 1])])
+def test_problem_of_a_longer_step_scales_what_follows_from_its_inputs(tokens: int, blocks: list[int] | None) -> None:
+    problem = plan_of_two_lengths(5)
+    longer = with_longer(problem, ((1, tokens),))
+    if longer is None:
+        assert blocks is None
+        return
+    assert (longer.buffers["size"] // BLOCK_BYTES).tolist() == blocks
+    assert judge_addresses(address_plan(longer, auto.plan(longer, "search", time_limit_s=1))) == ()
+    assert with_longer(longer, ((1, tokens),)) is None
