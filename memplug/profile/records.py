@@ -48,7 +48,7 @@ REQUEST_EVENT = np.dtype(
         ("kind", "<i4"),  # EventKind
         ("request", "<i8"),  # running number of the malloc, from 0; -1: allocated before the recording
         ("nbytes", "<i8"),  # of a malloc: requested, unrounded; of a free: 0, or for request -1 the size if known
-        ("stream", "<i8"),  # running number of the stream in this trace; 0 on the CPU
+        ("stream", "<i8"),  # running number of the stream, the same in all traces of a recorder; 0 on the CPU
         ("operator", "<i8"),  # the running operator, or the last one that ran; -1: none yet
         ("phase", "<i4"),
         ("layer", "<i4"),

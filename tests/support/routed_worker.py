@@ -20,7 +20,7 @@ from torch import nn
 import memplug
 
 TOKENS, WORDS, STEPS = 512, 512, 30
-WAYS = {"kept": {"enabled": False}, "token-wise": {"alpha": 1}}
+WAYS = {"kept": {"enabled": False}, "token-wise": {"alpha": 1}, "planned": {"alpha": "auto"}}
 
 
 def looped_mixtral() -> nn.Module:
@@ -50,9 +50,8 @@ def estimated(routing: str | None, way: str = "kept", mode: str = "keep", **opti
 
     mode = mode if way == "kept" else "memplug"
     model = options.pop("model", looped_mixtral)
-    return memplug.estimate(model, inputs, block(way), "h200", [mode], make_optimizer=adam, routing=routing, **options)[
-        mode
-    ]
+    options.setdefault("make_optimizer", adam if "engine" not in options else None)
+    return memplug.estimate(model, inputs, block(way), "h200", [mode], routing=routing, **options)[mode]
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:

@@ -78,7 +78,6 @@ void begin_requests(int64_t base_bytes) {
   }
   l.events.clear();
   l.events.reserve(1 << 16);
-  l.streams.clear();
   l.requests = 0;
   if (base == Base::DEVICE) {
     base_bytes += moved_out;
@@ -177,6 +176,12 @@ void forget_blocks() {
   const std::lock_guard<std::mutex> lock(l.mutex);
   l.alive.clear();
   l.tracked_bytes = 0;
+}
+
+void forget_streams() {
+  auto& l = log();
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  l.streams.clear();
 }
 
 int64_t tracked_bytes() {

@@ -43,8 +43,9 @@ bool recording_requests();
 enum class Base { TRACKED, LIMIT, DEVICE };
 Base base_of_recording();
 
-// Records a malloc. `stream` is any identifier of the stream; streams get numbers in order of appearance. Returns
-// whether the caller must report the block's free (`note_free`), even after the recording.
+// Records a malloc. `stream` is any identifier of the stream; streams get numbers in order of appearance, and keep them
+// in later recordings until `forget_streams`, so that steps can be compared. Returns whether the caller must report the
+// block's free (`note_free`), even after the recording.
 bool note_malloc(void* pointer, size_t nbytes, const void* stream);
 // Records a free. `nbytes` matters only for a block from before the recording: the block's size if the recording began
 // with its bytes, else 0.
@@ -92,6 +93,8 @@ auto watched(size_t nbytes, const Stream& stream, const Serve& serve) {
 
 // Forgets all recorded blocks: nothing will report their frees, so the recorder no longer knows which blocks live.
 void forget_blocks();
+// Numbers streams from 0 again.
+void forget_streams();
 
 // Returns the bytes of all live recorded blocks, including those of earlier recordings.
 int64_t tracked_bytes();

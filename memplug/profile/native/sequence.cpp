@@ -195,6 +195,7 @@ void claim() {
   claimed = true;
   sequence().count = 0;
   forget_blocks(); // blocks of an earlier recorder
+  forget_streams();
   own_thread();
 }
 

@@ -79,3 +79,11 @@ def test_routing_without_experts_or_beside_a_trace_is_refused(tmp_path: Path) ->
         estimated("uniform", trace=tmp_path / "values.json")
     with pytest.raises(EstimateError, match="there is no routing 'zippy'"):
         estimated("zippy")
+
+
+def test_mixture_under_zero_3_has_a_room_in_mode_memplug_too() -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("transformers.models.mixtral.modeling_mixtral")  # before ZeRO 3 patches torch
+    engine = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+    found = estimated("zipf", "planned", engine=engine, gpus=2)
+    assert 0 < found.arena_room_bytes < found.arena_bytes

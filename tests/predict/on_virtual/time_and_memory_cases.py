@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from memplug.device.device import device_of
 from memplug.predict.virtual import GpuProfile, Rate, VirtualDevice
+from memplug.profile.recorder import Recorder
 from tests.bench.caching_allocator import CachingAllocator
+from tests.support.recording import record
 from tests.support.virtual_devices import MIB, SIMPLE, on_device, seconds
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -280,3 +283,19 @@ def test_events_and_tensors_from_before_a_restart_stay_usable(device: VirtualDev
     assert seconds(device) == 0
     other = on_device(40 * MIB)
     assert other.data_ptr() != kept.data_ptr() and device.usage().allocated == 80 * MIB
+
+
+def test_streams_keep_their_numbers_from_one_recording_to_the_next(device: VirtualDevice) -> None:
+    recorder, main, side = Recorder("virtual"), torch.accelerator.current_stream(), torch.Stream("virtual")
+
+    def step(order: tuple[torch.Stream, ...]) -> None:
+        for stream in order:
+            with stream:
+                on_device(MIB)
+
+    try:
+        orders = (main, side), (side, main), (side,)
+        found = [record(recorder, functools.partial(step, order)).requests["stream"].tolist() for order in orders]
+        assert found == [[0, 1], [1, 0], [1]]
+    finally:
+        recorder.stop()
