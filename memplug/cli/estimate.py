@@ -101,8 +101,8 @@ def estimate(
             metavar="ROUTING",
             help="How tokens spread over a Mixtral's experts: even (each gets as many, in every step); uniform (each "
             "token draws its experts, so that steps differ); zipf or zipf:EXPONENT (likewise; the first experts are "
-            "the most likely, and of expert parallel ranks the one with them is estimated). By default as the trace "
-            "says, else even.",
+            "the most likely, and of expert parallel ranks the one with them is estimated). By default the experts are "
+            "as likely as in the trace, else even.",
         ),
     ] = None,
     plan_dir: Annotated[

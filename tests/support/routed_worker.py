@@ -2,9 +2,10 @@
 
     python -m tests.support.routed_worker cpu FOLDER WAY
     python -m tests.support.routed_worker virtual FOLDER WAY
+    python -m tests.support.routed_worker traced FOLDER WAY
 
-`FOLDER/DEVICE.json` is the number of bytes. On the CPU an untrained router routes random tokens; the estimate draws
-uniformly.
+`FOLDER/DEVICE.json` is the number of bytes. On the CPU an untrained router routes random tokens, and `values.json` gets
+the values of one forward. The estimate draws uniformly, or around that forward's numbers of tokens (`traced`).
 """
 
 from __future__ import annotations
@@ -59,10 +60,13 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def trained(way: str) -> int:
-    """Return the bytes of the arena after a training on the CPU."""
+def trained(way: str, values: Path) -> int:
+    """Return the bytes of the arena after a training on the CPU; write the values of a forward before it."""
     torch.manual_seed(0)
     model, tokens = looped_mixtral(), torch.Generator().manual_seed(1)
+    with memplug.record_values(model, values):
+        ids = torch.randint(0, WORDS, (1, TOKENS), generator=tokens)
+        model(input_ids=ids, labels=ids)
     optimizer = adam(model.parameters())
     with memplug.attach(model, block(way)) as session:
         for _ in range(STEPS):
@@ -79,5 +83,13 @@ def trained(way: str) -> int:
 def main() -> None:
     """Write the bytes."""
     device, folder, way = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    found = trained(way) if device == "cpu" else estimated("uniform", way).arena_bytes
+    values = folder / "values.json"
+    if device == "cpu":
+        found = trained(way, values)
+    elif device == "virtual":
+        found = estimated("uniform", way).arena_bytes
+    else:
+        estimate = estimated(None, way, trace=values)
+        assert estimate.arena_room_bytes > 0, "steps differ around the trace"
+        found = estimate.arena_bytes
     (folder / f"{device}.json").write_text(json.dumps(found))

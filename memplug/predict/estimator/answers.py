@@ -12,34 +12,34 @@ from torch import nn
 
 from memplug.errors import EstimateError
 from memplug.predict.estimator.calls import Calls, ModuleCall, line
-from memplug.predict.estimator.routed_experts import RoutedExperts
+from memplug.predict.estimator.routed_experts import RECORD_ANEW, RoutedExperts, recorded_counts
 from memplug.predict.estimator.values import COPY, NUMBER, Output, Read, Values, modules_of
 from memplug.predict.virtual import VirtualDevice
 from memplug.predict.virtual.routing import Routing
 
 Reads = dict[tuple[str, str], list[Read]]
 """Reads by line and operator."""
-RECORD_ANEW = (
-    "Record the step again (`memplug.record_values`), with the same model and code, sequence length and micro-batch "
-    "as the estimate."
-)
 
 
 class Answers:
     """Answers models that read tensor values, one model after the other, from one trace of values.
 
     Args:
-        values: The trace; None: the device makes values up. Then each number is 1, and `VirtualDevice.assume_true` sets
-            the fraction of a mask's elements that are true.
-        routing: How tokens spread over experts that run in a loop; None: their reads are answered as all others.
+        values: The trace. Each forward repeats it; but experts that run in a loop get tokens as likely as in the trace,
+            drawn anew in each forward, as a training's steps differ. None: the device makes values up. Then each
+            number is 1, and `VirtualDevice.assume_true` sets the fraction of a mask's elements that are true.
+        routing: How tokens spread over experts that run in a loop, without a trace; None: their reads are answered as
+            all others.
 
     Attributes:
         made_up: The operators that read a made-up value in a forward, each with its source line, such as "aten::nonzero
             at model.py:12". Reads of a condition, such as `if mask.any()`, are left out. Empty if there is a trace.
+        repeated: The operators whose results had the same data-dependent sizes, those of the trace, in each forward.
     """
 
     def __init__(self, values: Values | None, routing: Routing | None = None):
         self._values, self._routing = values, routing
+        self._recorded = recorded_counts(values) if values is not None else None
         self._experts: RoutedExperts | None = None
         self._calls_read = (
             {path: [_by_line(call) for call in calls] for path, calls in values.calls.items()} if values else {}
@@ -47,6 +47,7 @@ class Answers:
         self._backward_read = _by_line(values.backward) if values else {}
         self._given: dict[tuple[Any, ...], list[Sequence[Output]]] = defaultdict(list)
         self.made_up: list[str] = []
+        self.repeated: list[str] = []
 
     @contextlib.contextmanager
     def to(self, device: VirtualDevice, model: nn.Module) -> Iterator[None]:
@@ -59,7 +60,8 @@ class Answers:
         modules = modules_of(model)
         if self._values is None:
             modules = {"": modules[""]}
-        self._experts = RoutedExperts(self._routing) if self._routing is not None else None
+        has_draws = self._routing is not None or self._recorded is not None
+        self._experts = RoutedExperts(self._routing or Routing(), self._recorded) if has_draws else None
         watching = self._experts.watching(model) if self._experts is not None else contextlib.nullcontext()
         self._calls = Calls(modules, ended=self._check)
         device.answer_by(self._answer)
@@ -74,8 +76,8 @@ class Answers:
         if self._experts is not None and (answered := self._experts.answer(work)) is not None:
             return answered
         call, at = self._calls.now, (line(), work.name)
+        told = f"{work.name} at {at[0]}"
         if self._values is None and call is not None and call.path is not None:
-            told = f"{work.name} at {at[0]}"
             is_condition = work.name == NUMBER and work.inputs[0].dtype == "Bool"
             if waits and not is_condition and told not in self.made_up:
                 self.made_up.append(told)
@@ -83,7 +85,11 @@ class Answers:
             return None
         sizes = tuple(tuple(each.sizes) for each in work.inputs)
         outputs = self._in_backward(call, at, sizes) if call.path is None else self._of(call, at, sizes, waits)
-        return [each.tensor() for each in outputs] if outputs is not None else None
+        if outputs is None:
+            return None
+        if call.path is not None and any(each.values is None for each in outputs) and told not in self.repeated:
+            self.repeated.append(told)
+        return [each.tensor() for each in outputs]
 
     def _of(
         self, call: ModuleCall, at: tuple[str, str], sizes: tuple[Any, ...], waits: bool

@@ -81,12 +81,14 @@ def estimate(
         plan_dir: The folder for memplug's plan; all ranks of a real run of the same job can use the plan. None: the
             plan is not written.
         trace: A file that `record_values` wrote in a real step with the same batch and sequence length; the model reads
-            tensor values from it. None: the device makes values up: a number is 1, a condition is true, and so is every
-            element of a mask. One warning names the source lines where this may change the step. Most other operators
-            that need values fail.
+            tensor values from it. The experts of a Hugging Face mixture that run in a loop get tokens as likely as in
+            that step, drawn anew in each step; all other values are the same in each step, and if sizes depend on them,
+            a warning names the source lines. None: the device makes values up: a number is 1, a condition is true, and
+            so is every element of a mask. One warning names the source lines where this may change the step. Most other
+            operators that need values fail.
         routing: How tokens spread over the experts of a Hugging Face mixture that run in a loop: "even", "uniform",
             "zipf" or, for example, "zipf:0.5" (see `Routing`). Unless it is even, each step draws other numbers of
-            tokens, and the arena has a room for them. None: the experts' reads are answered as all others, see `trace`.
+            tokens, and the arena has a room for them. None: see `trace`.
         tell: Called with the name of each mode before the mode runs.
 
     Returns:
@@ -163,6 +165,12 @@ def estimate_model(
             "Record those of a real step with `memplug.record_values`, and pass the file to the estimate as trace"
         )
         log.warning(coded("MP028", text), ", ".join(answers.made_up))
+    if answers.repeated and any(each.arena_bytes for each in found.modes.values()):
+        text = (
+            "sizes depend on values at %s, and each step of the estimate has those of the trace: if they change from "
+            "step to step, training reserves more memory with the arena, which leaves room for them"
+        )
+        log.warning(coded("MP028", text), ", ".join(answers.repeated))
     return found
 
 

@@ -29,7 +29,7 @@ class EstimateRequest:
         host_bytes: Host memory available to one rank.
         plan_dir: The folder for memplug's plan; None: the plan is not written.
         trace: The file of a trace of values, which `record_values` wrote; None: no trace.
-        routing: How tokens spread over the experts of a mixture; None: as the trace says, or evenly.
+        routing: How tokens spread over the experts of a mixture; None: as likely as in the trace, or evenly.
 
     Raises:
         EstimateError: A mode's name is unknown, a folder for plans is given without mode "memplug", host memory is
@@ -77,7 +77,7 @@ class EstimateRequest:
             gpu: See `memplug.estimate`.
             modes: Names from `MODES`, in the order in which they are estimated.
             plan_dir: The folder for memplug's plan; None: the plan is not written.
-            routing: See `Routing.of`; None: as the trace says, or evenly.
+            routing: See `Routing.of`; None: as likely as in the trace, or evenly.
             **more: The other fields of `EstimateRequest`.
 
         Raises:

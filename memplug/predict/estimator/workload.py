@@ -33,8 +33,8 @@ class Workload:
         optimizer: Whether AdamW updates the model, with states in the parameters' dtype; without it gradients stay from
             step to step.
         values: The trace of values of a real step; None: no trace.
-        routing: How tokens spread over the experts of a mixture; None: as the trace says, or evenly. A Hugging Face
-            Mixtral needs a trace or a routing.
+        routing: How tokens spread over the experts of a mixture; None: as likely as in the trace, or evenly. A Hugging
+            Face Mixtral needs a trace or a routing.
         loss_tiles: The number of tiles in which a Hugging Face model computes logits and loss (`tile_loss`).
     """
 

@@ -84,3 +84,24 @@ class Draws:
             first = np.argpartition(keys, experts - chosen, axis=1)[:, experts - chosen :]
             counts += np.bincount(first.ravel(), minlength=experts)
         return counts
+
+    def around(self, recorded: np.ndarray, tokens: int) -> np.ndarray:
+        """Return each expert's number of tokens if each token draws its experts anew, as likely as they were recorded.
+
+        The routing's kind does not matter.
+
+        Args:
+            recorded: Each expert's number of tokens in a recorded step, int64[experts], at most `tokens`.
+            tokens: The number of tokens; each goes to as many different experts as in the recorded step.
+
+        Returns:
+            int64[experts], with the same sum as `recorded`.
+        """
+        chosen, order = int(recorded.sum()) // tokens, self._random.permutation(len(recorded))
+        # Systematic sampling: on a line of experts, each as long as its tokens, a token marks places `tokens` apart.
+        ends = np.cumsum(recorded[order])
+        counts = np.zeros(len(recorded), np.int64)
+        for begin in range(0, tokens, _ROWS):
+            marks = self._random.integers(tokens, size=(min(_ROWS, tokens - begin), 1)) + tokens * np.arange(chosen)
+            counts[order] += np.bincount(np.searchsorted(ends, marks, "right").ravel(), minlength=len(recorded))
+        return counts

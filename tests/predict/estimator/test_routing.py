@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 
 @pytest.mark.parametrize("way", ["kept", pytest.param("token-wise", marks=pytest.mark.long)])
 def test_predicted_arena_of_a_looped_mixtral_is_within_five_percent(way: str, tmp_path: Path) -> None:
-    for device in ("cpu", "virtual"):
+    devices = "cpu", "virtual", "traced"
+    for device in devices:
         launch_forked(["tests.support.routed_worker", device, tmp_path, way], processes=1, module=True)
-    real, predicted = (json.loads((tmp_path / f"{device}.json").read_text()) for device in ("cpu", "virtual"))
-    assert predicted == pytest.approx(real, rel=0.05)
+    real, *predicted = (json.loads((tmp_path / f"{device}.json").read_text()) for device in devices)
+    assert predicted == pytest.approx([real] * 2, rel=0.05)

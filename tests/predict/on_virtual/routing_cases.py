@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+import memplug
 from memplug.errors import EstimateError
 from memplug.predict.virtual import VirtualDevice
 from memplug.predict.virtual.experts import _counted
 from memplug.predict.virtual.routing import Draws, Routing
-from tests.support.routed_worker import estimated
+from tests.support.routed_worker import TOKENS, WORDS, estimated, looped_mixtral
 
 
 def test_room_is_predicted_only_if_steps_differ() -> None:
@@ -23,6 +24,19 @@ def test_room_is_predicted_only_if_steps_differ() -> None:
     for each in (uniform, zipf):
         assert 0 < each.arena_room_bytes < each.arena_bytes and even.arena_bytes < each.arena_bytes
     assert estimated("uniform").arena_bytes == uniform.arena_bytes, "draws are reproducible"
+
+
+def test_routing_of_a_trace_varies_around_it_in_every_mode(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, ids = looped_mixtral(), torch.randint(0, WORDS, (1, TOKENS))
+    with memplug.record_values(model, tmp_path / "values.json"):
+        model(input_ids=ids, labels=ids)
+    uniform = estimated("uniform")
+    for mode in ("keep", "full"):
+        found = estimated(None, mode=mode, trace=tmp_path / "values.json")
+        assert 0 < found.arena_room_bytes < found.arena_bytes
+        if mode == "keep":
+            assert found.flops == uniform.flops and found.arena_bytes == pytest.approx(uniform.arena_bytes, rel=0.05)
 
 
 def test_arenas_memory_before_its_room_grew_does_not_stay_reserved() -> None:

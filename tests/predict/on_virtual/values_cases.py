@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memplug
 from memplug.errors import EstimateError
-from memplug.predict.estimator.values import COPY, NUMBER, Values
+from memplug.predict.estimator.routed_experts import recorded_counts
+from memplug.predict.estimator.values import COPY, NUMBER, Output, Read, Values
 from memplug.predict.virtual import VirtualDevice
 from tests.support.values_worker import HIDDEN, TOKENS, Routed
 
@@ -202,6 +203,31 @@ def test_estimate_logs_values_that_it_makes_up_without_a_trace(
         _estimated(lambda: Reads(run), _recorded(Reads(run), _ones(), tmp_path), modes=("keep",))
         _estimated(lambda: Reads(lambda module, x: module.weight.sum() if (x > 0).all() else x), None, modes=("keep",))
         assert "makes up" not in caplog.text
+
+
+def test_experts_of_a_trace_get_drawn_tokens_only_if_they_ran_in_a_loop() -> None:
+    def read(outputs: int, *sizes: int) -> Read:
+        made = Output(dtype="int64", sizes=(outputs, len(sizes)))
+        return Read(line="", operator="aten::nonzero", inputs=(sizes,), outputs=(made,))
+
+    loop = [read(2, 5), read(70, 2, 50), read(30, 2, 50)]
+    calls = {"mlp.experts": [loop], "twice.experts": [loop, loop[:2]], "mlp.router": [loop], "none.experts": [loop[:1]]}
+    calls |= {"drops.experts": [[*loop[:2], read(20, 2, 50)]], "unlike.experts": [[read(3, 5), *loop[1:]]]}
+    found = recorded_counts(Values(calls=calls))
+    assert {path: counts.tolist() for path, counts in found.items()} == {"mlp.experts": [70, 30]}
+
+
+def test_warning_names_sizes_that_each_step_repeats_from_the_trace(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    block = {"enabled": True, "profiler": {"wait_for_plans": True}, "plan_dir": False}
+    for run, expected in ((_chosen, True), (_number, False)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "memplug"):
+            _estimated(
+                lambda run=run: Reads(run), _recorded(Reads(run), _ones(), tmp_path), config=block, modes=("keep",)
+            )
+        assert ("sizes depend on values at aten::nonzero at values_cases.py" in caplog.text) is expected
 
 
 class _Halves(torch.autograd.Function):

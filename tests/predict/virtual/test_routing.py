@@ -35,6 +35,17 @@ def test_zipf_draws_experts_in_proportion_to_their_weights() -> None:
     assert uniform == pytest.approx([0.25] * 4, rel=0.03)
 
 
+@pytest.mark.parametrize("recorded", [[700, 200, 100, 0], [1000, 500, 300, 200], [1000, 1000, 999, 1]])
+def test_draws_around_recorded_counts_keep_shares_and_total(recorded: list[int]) -> None:
+    draws, tokens = Draws(Routing()), 1000
+    drawn = np.array([draws.around(np.array(recorded), tokens) for _ in range(200)])
+    assert (drawn.sum(1) == sum(recorded)).all() and (drawn >= 0).all() and (drawn <= tokens).all()
+    shares = np.array(recorded) / tokens
+    deviation = np.sqrt(tokens * shares * (1 - shares))  # each token goes to a different expert or not
+    assert drawn.mean(0) == pytest.approx(recorded, abs=0.3 * deviation.max())
+    assert drawn.std(0) == pytest.approx(deviation, rel=0.3, abs=0.1)
+
+
 @pytest.mark.parametrize(
     "words", ["", "zippy", "zipf:", "zipf:0", "zipf:-1", "zipf:inf", "zipf:x", "uniform:2", "even:1"]
 )
