@@ -16,7 +16,7 @@ from memplug.arena.tables import ArenaTables
 
 
 class Shortfall(enum.Enum):
-    """What an amendment mends."""
+    """Reasons for which a plan is amended."""
 
     LATE = "blocks were freed late"
     ROOM = "dynamic requests lacked room"

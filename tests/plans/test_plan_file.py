@@ -55,7 +55,7 @@ def test_plan_of_numpy_numbers_gives_the_same_file(path):
     plan = small_plan()
     save(plan.alone(), path)
     first = path.read_bytes()
-    numbers = {"lower": np.int64(0), "spaces": ((np.int64(512), np.int64(1536)), (1537, 2048))}
+    numbers = {"lower": np.int64(5), "spaces": ((np.int64(512), np.int64(1536)), (1537, 2048))}
     solution = replace(plan.solution, height=np.int64(plan.solution.height), optimal=np.False_)
     save(replace(plan, solution=solution, dynamic=(replace(plan.dynamic[0], **numbers),)).alone(), path)
     assert path.read_bytes() == first

@@ -36,10 +36,10 @@ def small_plan(**solution: Any) -> AddressPlan:
         free_phase=1,
         free_layer=2,
         stream=0,
-        lower=0,
-        upper=1,
+        lower=5,
+        upper=12,
         spaces=((512, 1536), (1537, 2048)),
-        members=tuple(range(7)),
+        mallocs=tuple(range(5, 12)),
         peak_bytes=99,
     )
     return address_plan(problem, replace(stacked(problem), seconds=1.25, **solution), (group,), 99)
