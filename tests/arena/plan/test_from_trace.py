@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from memplug.arena.plan.from_trace import last_step, problem_of
 from memplug.arena.plan.problem import BUFFER
 from memplug.errors import LayoutError
+from memplug.profile.scaling import CONSTANT
 from memplug.profile.trace import EventKind, Layer, Pass
 from memplug.profile.trace_file import load
 from tests.support.folders import DATA
@@ -45,7 +46,8 @@ def replayed(trace, step, alignment):
         if "upper" not in row:
             row |= {"lower": 0, "upper": len(events), "upper_phase": -1, "upper_layer": -1, "outlives": True}
         row["size"] = (row["nbytes"] + alignment - 1) // alignment * alignment
-        whole = {"outlives": False, "room": False, "alignment": alignment, **row}
+        unscaled = {"term": CONSTANT, "base": 0, "factor": 0}
+        whole = {"outlives": False, "room": False, "alignment": alignment, **unscaled, **row}
         found.append(tuple(whole[name] for name in BUFFER.names))
         ids.append(row["number"])
     return found, ids
