@@ -68,7 +68,8 @@ void what_outlives_the_step_takes_turns() {
   Simulated device;
   Arena arena(device, false);
   ArenaPlan plan = plan_of({planned(0, 1)}, 1);
-  plan.requests.push_back({UNIT, 0, 0, 1, 0, 0, 0, -1});
+  plan.requests.push_back(planned(0, 1, 1));
+  plan.requests.back().kept = 0;
   plan.slots = {{0, 0}, {UNIT, 0}};
   plan.kept_bytes = 2 * UNIT;
   arena.load(std::move(plan));
