@@ -24,6 +24,9 @@ OLDEST, NEWEST = "2.6", "2.15"
 KNOWN = f"torch {OLDEST} to {NEWEST}"
 """Versions of torch that memplug knows."""
 
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute that `torch.nn.Module.compile` sets, and to which a call of the module goes."""
+
 _lacking: list[tuple[str, str]] = []
 
 

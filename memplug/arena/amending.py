@@ -98,19 +98,26 @@ class Resized:
 
 
 class Shortfalls:
-    """Watches one plan, from its installation on.
+    """Watches a plan and its amendments, from its installation on.
 
     Args:
         arena: the arena that serves by the plan.
-        plan: the plan.
-        tables: its tables.
-        amended: how often it was amended for each kind of shortfall.
     """
 
-    def __init__(self, arena: Arena, plan: AddressPlan, tables: ArenaTables, amended: Mapping[Shortfall, int]):
-        self._arena, self._plan, self._tables = arena, plan, tables
-        self._left = {kind: MOST_AMENDMENTS - amended[kind] for kind in Shortfall}
+    def __init__(self, arena: Arena):
+        self._arena = arena
         self._lack, self._resized = Lack(), Resized()
+
+    def begin(self, plan: AddressPlan, tables: ArenaTables, amended: Mapping[Shortfall, int]) -> None:
+        """Watch the plan that was just installed.
+
+        Args:
+            plan: the plan, or an amendment of the one before.
+            tables: its tables.
+            amended: how often it was amended for each kind of shortfall.
+        """
+        self._plan, self._tables = plan, tables
+        self._left = {kind: MOST_AMENDMENTS - amended[kind] for kind in Shortfall}
 
     def end_step(self, step: Counters) -> tuple[Shortfall, AddressPlan] | None:
         """Return where the plan falls short, and the plan with a problem that does not; None: nowhere.
@@ -123,7 +130,8 @@ class Shortfalls:
         if self._left[Shortfall.LATE] and (late := self._late(step)):
             return Shortfall.LATE, replace(plan, problem=with_longer_lives(problem, rows[np.array(late)]))
         if self._left[Shortfall.ROOM] and self._lack.lasts and problem.room_bytes:
-            return Shortfall.ROOM, replace(plan, problem=self._lack.with_more_room(problem))
+            larger, self._lack = self._lack.with_more_room(problem), Lack()
+            return Shortfall.ROOM, replace(plan, problem=larger)
         if step.unplanned and len(problem.terms) > 1:
             longer = with_longer(problem, self._arena.inputs(), self._arena.margin_bytes)
             if longer is not None:
@@ -132,6 +140,7 @@ class Shortfalls:
             self._resized.end_step(step, self._arena.resized())
             if self._left[Shortfall.SIZES] and self._resized.lasts(problem.requests):
                 largest = {int(rows[request]): nbytes for request, nbytes in self._resized.largest.items()}
+                self._resized = Resized()  # its requests have other numbers in the amended plan
                 return Shortfall.SIZES, with_dynamic(plan, largest)
         return None
 

@@ -119,7 +119,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._earlier: list[Trace] = []  # for the program's earlier plans
         self._steps = 0  # steps since the last withdrawal, or since remembered addresses were installed
         self._mismatched_steps = 0
-        self._shortfalls: Shortfalls | None = None  # of the plan in force
+        self._shortfalls = Shortfalls(arena)  # of the plan in force
         self._patience = 1  # `_steps` at which another new plan may be made; that plan sets this to 2 * `_steps`
         self._beginning = self._before = arena.counters()  # earlier sessions may have used the arena
         self.step = self._before.since(self._before)
@@ -240,7 +240,9 @@ class PlannedAddresses(Technique[Addresses]):
         self._beside.stop()
         self._arena.serve(part.tables)
         self._room.begin()
-        self._shortfalls = Shortfalls(self._arena, part.plan, part.tables, part.amended)
+        if not part.amended:
+            self._shortfalls = Shortfalls(self._arena)
+        self._shortfalls.begin(part.plan, part.tables, part.amended)
         self._has_served = False
         if not part.source:
             self._steps, self._mismatched_steps, self._patience = 0, 0, 1
@@ -262,7 +264,7 @@ class PlannedAddresses(Technique[Addresses]):
         self._arena.close()
         self._recorded.clear()
         self._earlier.clear()
-        self._state, self._serving, self._shortfalls, self._withheld = ArenaState.WAITING, None, None, ()
+        self._state, self._serving, self._withheld = ArenaState.WAITING, None, ()
         self._steps, self._mismatched_steps, self._patience = 0, 0, 1
 
     def report(self) -> ArenaReport:

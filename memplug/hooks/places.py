@@ -23,7 +23,7 @@ from memplug.hooks.tracing import nothing, outside
 from memplug.profile.recorder import Recorder
 from memplug.profile.records import input_sizes
 from memplug.profile.trace import Fingerprint, Layer
-from memplug.torch_private import current_graph_task_id
+from memplug.torch_private import COMPILED_CALL, current_graph_task_id
 
 
 class Places:
@@ -72,13 +72,14 @@ class Places:
         if self._removals:
             return
         begin, leave = (outside(call, nothing) for call in (self.begin_forward, self._leave_forward))
+        inlined: set[nn.Module] = set()  # Dynamo runs hooks of these only if they were there when it compiled
         for chunk in self._chunks:
-            self._removals.append(chunk.register_forward_pre_hook(begin, with_kwargs=True).remove)
-            self._removals.append(chunk.register_forward_hook(leave, always_call=True).remove)
+            self._removals += _hooked(chunk, begin, leave)
+            inlined |= {*chunk.modules()} if COMPILED_CALL in chunk.__dict__ else set()
         for index, (_, module, _) in enumerate(self._modules):
-            enter, leave = (outside(hook, nothing) for hook in self._hooks.layer_hooks(index))
-            self._removals.append(module.register_forward_pre_hook(enter).remove)
-            self._removals.append(module.register_forward_hook(leave, always_call=True).remove)
+            if module not in inlined:
+                enter, leave = (outside(hook, nothing) for hook in self._hooks.layer_hooks(index))
+                self._removals += _hooked(module, enter, leave)
         # torch calls these hooks for all optimizers; they keep neither model nor session alive, and are removed with
         # this object
         for handle in (
@@ -128,6 +129,31 @@ class Places:
 
     def _leave_optimizer(self, *_: Any) -> None:
         self._hooks.leave_optimizer()
+
+
+def _hooked(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> list[Callable[[], Any]]:
+    """Call `enter(module, args, kwargs)` before the module's forwards and `leave` after them; return what undoes this.
+
+    A compiled module has the two calls around the compiled one, whenever it was compiled.
+    """
+    compiled = module.__dict__.get(COMPILED_CALL)
+    if compiled is None:
+        before = module.register_forward_pre_hook(enter, with_kwargs=True)
+        return [before.remove, module.register_forward_hook(leave, always_call=True).remove]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        enter(module, args, kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            leave(module, args, None)
+
+    def undo() -> None:
+        if module.__dict__.get(COMPILED_CALL) is call:  # else it was compiled again
+            setattr(module, COMPILED_CALL, compiled)
+
+    setattr(module, COMPILED_CALL, call)
+    return [undo]
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -24,6 +24,7 @@ from memplug.hooks.derived import once_for_each_class
 from memplug.hooks.tracing import nothing, outside
 from memplug.session.attached import AttachedModel
 from memplug.tokenwise.engine.region import Region
+from memplug.torch_private import COMPILED_CALL
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Attributes in which wrappers (DistributedDataParallel, engines, torch.compile, FSDP, checkpointing) hold a module."""
@@ -278,7 +279,7 @@ def subclass(original: type, **members: Any) -> type:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    return module.__dict__.get("_compiled_call_impl") is not None or hasattr(module, "_orig_mod")
+    return module.__dict__.get(COMPILED_CALL) is not None or hasattr(module, "_orig_mod")
 
 
 def _refuse_compiled(name: str) -> None:

@@ -12,7 +12,8 @@ from torch.optim import optimizer as optimizers
 
 from memplug.hooks.places import Places
 from memplug.profile.recorder import Detail, Recorder
-from memplug.profile.trace import Fingerprint, Pass
+from memplug.profile.trace import Fingerprint, Pass, Phase
+from memplug.torch_private import COMPILED_CALL
 from tests.support.recording import nothing_left, operator_names, record, recorder
 from tests.support.truth import Told, where
 
@@ -246,6 +247,40 @@ def test_hooks_exist_only_between_install_and_remove(recorder: Recorder) -> None
         told.places.remove()
         assert hooks(told.model) == []
     assert {where(trace, 0)[0] for trace in [record(recorder, lambda: told.model(torch.ones(2, 4)))]} == {Pass.OTHER}
+
+
+class Narrow(nn.Module):
+    """A network that Dynamo compiles as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).relu()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_compiled_model_is_in_its_forward_whenever_it_was_compiled(hooked: bool, recorder: Recorder) -> None:
+    torch.compiler.reset()
+    model = Narrow()
+    model.compile(backend="eager", fullgraph=True)
+    compiled = model.__dict__[COMPILED_CALL]
+    places = Places(model, [("layer", model.layer)], recorder)
+    if not hooked:
+        model(torch.ones(2, 4))
+    places.install()
+    model(torch.ones(2, 4))
+    places.install()
+    recorder.begin(Detail.REQUESTS)
+    model(torch.ones(2, 4)).sum().backward()
+    trace = recorder.end(places.fingerprint(), places.layers)
+    places.remove()
+    assert model.__dict__[COMPILED_CALL] is compiled
+    assert trace.fingerprint.inputs == ("float32[2, 4]",)
+    found = {(trace.phases[phase], layer) for phase, layer in trace.operators[["phase", "layer"]].tolist()}
+    assert {(Phase(Pass.FORWARD, 0), -1), (Phase(Pass.BACKWARD, 0), -1)} <= found
+    assert {layer for _, layer in found} == {-1}
 
 
 def test_recording_without_places_has_no_micro_batch_or_layer(recorder: Recorder) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from memplug.arena.plan.part import AddressPlan
@@ -128,6 +129,7 @@ def test_second_run_knows_every_program_of_the_first(tmp_path: Path) -> None:
 
 def test_compiled_model_resumes_from_its_plan(tmp_path: Path) -> None:
     def compiled() -> nn.Module:
+        torch.compiler.reset()  # as in a process of its own
         network = llama()
         network.compile(backend="eager")
         return network
