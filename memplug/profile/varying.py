@@ -35,14 +35,15 @@ def observed(step: Trace, others: Sequence[Trace]) -> tuple[Trace, list[Trace]]:
     """Return the step and the others with their dynamic requests marked.
 
     All of them have the same requests that are not dynamic, but for those of forwards without gradients, which a step
-    may have or not, and which are never marked. If the inputs of the steps have other sizes, the same requests may have
-    other bytes, which the step's `scaling` gives.
+    may have or not, and which are never marked. If the inputs of the steps have the same dimensions, of other sizes, the
+    same requests may have other bytes, which the step's `scaling` gives.
 
     Args:
         step: one recorded step.
         others: recorded steps of the same program; without any, no request is dynamic.
     """
-    scales = any(other.fingerprint.input_sizes != step.fingerprint.input_sizes for other in others)
+    differ = any(other.fingerprint.input_sizes != step.fingerprint.input_sizes for other in others)
+    scales = differ and all(scales_as(step, other) for other in others)
     partners = [same(step, other, scales) for other in others]
     dynamic = np.zeros(len(step.requests), bool)
     for partner in partners:

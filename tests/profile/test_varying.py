@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,6 +54,34 @@ OTHERS = (("c", 512),) * 30
 )
 def test_request_is_dynamic_if_another_step_makes_it_otherwise(other: tuple, expected: list[int]) -> None:
     assert dynamic(step(("a", 600), ("b", 1024), *OTHERS), step(*other, *OTHERS)) == expected
+
+
+def with_inputs(trace: Trace, *inputs: str) -> Trace:
+    return replace(trace, fingerprint=replace(trace.fingerprint, inputs=inputs))
+
+
+def test_requests_whose_sizes_follow_from_the_inputs_are_not_dynamic() -> None:
+    one = with_inputs(step(("a", 8000), ("b", 1024), ("c", 64_000), *OTHERS), "int64[1, 8]")
+    two = with_inputs(step(("a", 16_000), ("b", 1024), ("c", 256_000), *OTHERS), "int64[1, 16]")
+    marked, (other,) = observed(one, [two])
+    assert not marked.requests["dynamic"].any() and not other.requests["dynamic"].any()
+    scaling = marked.scaling
+    assert [scaling.terms[term] for term in scaling.term.tolist()[:3]] == [(1,), (), (1, 1)]
+    assert scaling.factor.tolist()[:3] == [1000, 0, 1000] and scaling.largest.tolist()[:3] == [16_000, 1024, 256_000]
+
+
+def test_requests_of_experts_are_dynamic_though_the_inputs_scale() -> None:
+    one = with_inputs(step(("a", 8000), ("b", 1024), layer="layers.0.experts"), "int64[1, 8]")
+    two = with_inputs(step(("a", 9000), ("b", 1024), layer="layers.0.experts"), "int64[1, 16]")
+    one, two = (replace(each, layers=tuple(replace(of, dynamic=True) for of in each.layers)) for each in (one, two))
+    assert dynamic(one, two) == [0]
+
+
+@pytest.mark.parametrize("inputs", [("int64[1, 16]", "int64[1, 8]"), ("int64[1, 16], int64[4]",), ()])
+def test_steps_with_other_dimensions_are_compared_by_bytes(inputs: tuple[str, ...]) -> None:
+    one = with_inputs(step(("a", 8000), ("b", 1024), *OTHERS), "int64[1, 8]")
+    two = with_inputs(step(("a", 16_000), ("b", 1024), *OTHERS), *inputs)
+    assert dynamic(one, two) == [0] and observed(one, [two])[0].scaling is None
 
 
 def test_all_requests_of_a_loop_that_runs_more_often_are_dynamic() -> None:
