@@ -35,8 +35,8 @@ def observed(step: Trace, others: Sequence[Trace]) -> tuple[Trace, list[Trace]]:
     """Return the step and the others with their dynamic requests marked.
 
     All of them have the same requests that are not dynamic, but for those of forwards without gradients, which a step
-    may have or not, and which are never marked. If the inputs of the steps have the same dimensions, of other sizes, the
-    same requests may have other bytes, which the step's `scaling` gives.
+    may have or not, and which are never marked. If the inputs of the steps have the same dimensions, of other sizes,
+    the same requests may have other bytes, which the step's `scaling` gives.
 
     Args:
         step: one recorded step.
