@@ -5,7 +5,7 @@ waiting ──a program lasts──► recording ──► planning, beside trai
                                  └──── too many requests not served ───────┘
 
 A plan is amended, without a new recording, where blocks are freed later than in the recorded step, where dynamic
-requests find too little room, and where a few planned requests come with other sizes.
+requests find too little room, where a few planned requests come with other sizes, and where inputs are larger.
 
 The first step of a run allocates memory that lasts: the optimizer's state, and gradients if they stay from step to
 step. Addresses from an earlier run do not cover these requests, since they were planned from a later step. So if such

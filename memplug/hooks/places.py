@@ -21,7 +21,6 @@ from memplug.hooks.frameworks import holds_experts
 from memplug.hooks.job import job_of
 from memplug.hooks.tracing import nothing, outside
 from memplug.profile.recorder import Recorder
-from memplug.profile.records import input_sizes
 from memplug.profile.trace import Fingerprint, Layer
 from memplug.torch_private import COMPILED_CALL, current_graph_task_id
 
@@ -103,10 +102,10 @@ class Places:
         if torch.is_grad_enabled() and not recomputes:
             if self._micro_batch == 0 and self._recorder.recording:
                 self.gradients_stay = any(parameter.grad is not None for parameter in self._model.parameters())
-            inputs = shapes((*args, *kwargs.values()))
-            self._hooks.enter_forward(self._micro_batch, *input_sizes([inputs]))
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+            self._hooks.enter_forward(self._micro_batch, [size for tensor in tensors for size in tensor.shape])
             self._micro_batch += 1
-            self.inputs.append(inputs)
+            self.inputs.append(shapes(tensors))
         elif recomputes:  # gradient checkpointing around the model runs it again: no new micro-batch
             self._hooks.enter_recompute()
         else:

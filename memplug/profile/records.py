@@ -6,7 +6,6 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -105,11 +104,6 @@ class Layer:
 _SHAPES, _NUMBERS = re.compile(r"\[(.*?)\]"), re.compile(r"\d+")
 
 
-def input_sizes(inputs: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the sizes of all dimensions of inputs, given as `Fingerprint.inputs`."""
-    return tuple(tuple(map(int, _NUMBERS.findall(" ".join(_SHAPES.findall(text))))) for text in inputs)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
     """The job and the inputs of a recording.
@@ -143,7 +137,7 @@ class Fingerprint:
     @property
     def input_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Return the sizes of all dimensions of each forward's inputs, in order; for example ((4, 512),)."""
-        return input_sizes(self.inputs)
+        return tuple(tuple(map(int, _NUMBERS.findall(" ".join(_SHAPES.findall(text))))) for text in self.inputs)
 
     @property
     def job(self) -> Fingerprint:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from memplug.profile.records import REQUEST, EventKind, Layer
+from memplug.profile.records import REQUEST, EventKind, Layer, Pass, Phase
 
 
 def requests(events: np.ndarray, layers: Sequence[Layer], dynamic: np.ndarray | None = None) -> np.ndarray:
@@ -39,6 +39,19 @@ def requests(events: np.ndarray, layers: Sequence[Layer], dynamic: np.ndarray | 
     table["dynamic"] = of_layer if dynamic is None else dynamic
     table.flags.writeable = False
     return table
+
+
+def micro_batches(phases: Sequence[Phase], phase: np.ndarray) -> np.ndarray:
+    """Return the micro-batch of each request; between passes, that of the forward before. int64[n].
+
+    Args:
+        phases: the phases of a trace.
+        phase: index of each request's phase, in the order of requests; below 0: unknown.
+    """
+    kinds = np.array([int(each.kind) for each in phases] or [0])[phase]
+    numbers = np.array([each.micro_batch for each in phases] or [0])[phase]
+    forwards = np.where((kinds == Pass.FORWARD) & (phase >= 0), numbers, -1)
+    return np.where(kinds == Pass.OTHER, np.maximum.accumulate(forwards), numbers)
 
 
 def still_live(table: np.ndarray) -> np.ndarray:

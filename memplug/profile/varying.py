@@ -14,6 +14,7 @@ from difflib import SequenceMatcher
 import numpy as np
 
 from memplug.profile.records import Layer, Pass
+from memplug.profile.requests import micro_batches
 from memplug.profile.scaling import BOUNDED, Fit, Scaling
 from memplug.profile.trace import Trace, without_gradients
 from memplug.sizes import BLOCK_BYTES, rounded_up
@@ -92,22 +93,14 @@ def _scaled(step: Trace, others: Sequence[Trace], partners: Sequence[np.ndarray]
 def _alike_in_micro_batches(step: Trace) -> Iterable[dict[int, np.ndarray]]:
     """Return the rows of those requests that several micro-batches make alike, by micro-batch; below 0: none."""
     found: dict[tuple, dict[int, np.ndarray]] = {}
-    numbers, dimensions = _micro_batches(step), [*map(len, step.fingerprint.input_sizes), 0]
+    numbers = micro_batches(step.phases, step.requests["malloc_phase"])
+    dimensions = [*map(len, step.fingerprint.input_sizes), 0]
     for (kind, _, layer, stream), rows in _by_place(step):
         for number in np.unique(numbers[rows]).tolist():
             own = rows[numbers[rows] == number]
             names = tuple(name for name, _ in _asked(step, own, True))
             found.setdefault((kind, layer, stream, names, number < 0, dimensions[number]), {})[number] = own
     return found.values()
-
-
-def _micro_batches(step: Trace) -> np.ndarray:
-    """Return the micro-batch of each request; between passes, that of the forward before. int64[n]."""
-    phases = step.requests["malloc_phase"]
-    kinds = np.array([phase.kind for phase in step.phases])[phases]
-    numbers = np.array([phase.micro_batch for phase in step.phases])[phases]
-    forwards = np.maximum.accumulate(np.where(kinds == Pass.FORWARD, numbers, -1))
-    return np.where(kinds == Pass.OTHER, forwards, numbers)
 
 
 def same(step: Trace, other: Trace, scales: bool = False) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 from tests.support.folders import ROOT
 
 RANDOM_SEEDS = "300"  # number of seeds for random requests
-PROGRAMS = ("arena_test", "arena_plans_test", "free_bytes_test")
+PROGRAMS = ("arena_test", "arena_plans_test", "free_bytes_test", "request_sizes_test")
 NAMES = ("arena", "arena_plan", "holes", "leftovers", "pending_uses", "planned_blocks", "resized", "reusing")
 SOURCES = (*(f"memplug/arena/native/{name}.cpp" for name in NAMES), "memplug/profile/native/input_sizes.cpp")
 INCLUDED = ("-Imemplug/native", "-Imemplug/profile/native")  # for blocks.h and input_sizes.h

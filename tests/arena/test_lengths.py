@@ -85,8 +85,12 @@ def train(model: nn.Module, draw: Draw, steps: int, after: Callable[[], object] 
 
 def reports(
     draw: Draw, steps: int, attention: str = "eager", tokenwise: dict[str, Any] | None = None
-) -> list[ArenaReport]:
-    """Train with the arena, check losses and weights against a training without memplug, and return a report a step."""
+) -> tuple[list[ArenaReport], Problem]:
+    """Train with the arena, and check losses and weights against a training without memplug.
+
+    Returns:
+        A report for each step, and the problem of the last plan.
+    """
     model, plain = llama(attention), llama(attention)
     found: list[ArenaReport] = []
     with memplug.attach(model, {**BLOCK, "tokenwise": tokenwise or ARENA_ALONE}) as session:
@@ -96,9 +100,10 @@ def reports(
             found.append(session.report().arena)
 
         losses = [*train(model, draw, steps, end_step)]
+        plan = session._attached.boundary.followers.find("arena").plan
     assert losses == [*train(plain, draw, steps)]
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
-    return found
+    return found, plan.problem
 
 
 def one_length(random: np.random.Generator | Largest) -> list[tuple[int, int]]:
@@ -136,27 +141,28 @@ def check_serving(found: list[ArenaReport], share: float = 0.99) -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("draw", [one_length, buckets, batch_and_length, micro_batches, normal])
 def test_one_plan_serves_all_lengths_in_memory_for_the_longest(draw: Draw, attention: str) -> None:
-    found = reports(draw, 70, attention)
+    found, problem = reports(draw, 70, attention)
     check_serving(found)
-    (longest,) = [each.bytes for each in reports(lambda random: draw(Largest()), 12, attention)[-1:]]
-    assert found[-1].bytes <= 1.05 * longest
+    longest, problem_of_longest = reports(lambda random: draw(Largest()), 12, attention)
+    assert problem.lower_bound <= 1.02 * problem_of_longest.lower_bound
+    assert found[-1].bytes <= 1.2 * longest[-1].bytes, "planners have half a second, so that a busy machine finds less"
 
 
 def test_steps_that_make_a_few_other_requests_are_served_too() -> None:
     # a batch of one sequence needs no copies where a larger one does
-    check_serving(reports(any_batch, 70), 0.98)
+    check_serving(reports(any_batch, 70)[0], 0.98)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_one_plan_serves_all_lengths_of_regions_that_swap_or_recompute(alpha: float) -> None:
-    found = reports(one_length, 60, tokenwise={"alpha": alpha, "min_offload_bytes": 0})
+    found, _ = reports(one_length, 60, tokenwise={"alpha": alpha, "min_offload_bytes": 0})
     check_serving(found)
 
 
 def test_longer_steps_than_planned_make_the_arena_larger_without_a_new_recording() -> None:
     lengths = [*(20, 30) * 6, 90, *(20, 90, 60) * 7]
     drawn = iter([*lengths, *lengths])
-    found = reports(lambda random: [(2, next(drawn))], len(lengths))
+    found, _ = reports(lambda random: [(2, next(drawn))], len(lengths))
     planned, longer, last = found[11], found[12], found[-1]
     assert planned.state == "serving" and last.plans == 1 and last.amendments >= 1
     assert longer.fallback_bytes > planned.fallback_bytes and last.bytes > 2 * planned.bytes

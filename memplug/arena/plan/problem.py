@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from memplug.errors import LayoutError
-from memplug.profile.records import Fingerprint, Layer, Pass, Phase
+from memplug.profile.records import Fingerprint, Layer, Phase
+from memplug.profile.requests import micro_batches
 from memplug.profile.scaling import CONSTANT, Term
 
 BUFFER = np.dtype(
@@ -149,11 +150,7 @@ class Problem:
     @cached_property
     def micro_batch(self) -> np.ndarray:
         """Return the micro-batch of each buffer's request; between passes, that of the forward before. int64[n]."""
-        phase = self.buffers["lower_phase"]
-        kinds = np.array([int(each.kind) for each in self.phases] or [0])[phase]
-        numbers = np.array([each.micro_batch for each in self.phases] or [0])[phase]
-        forwards = np.where((kinds == Pass.FORWARD) & (phase >= 0), numbers, -1)
-        return np.where(kinds == Pass.OTHER, np.maximum.accumulate(forwards), numbers)
+        return micro_batches(self.phases, self.buffers["lower_phase"])
 
     @property
     def largest_bytes(self) -> int:
