@@ -113,8 +113,8 @@ class ProfilerConfig(Section):
     """true or false. Compares the operators of each training step with those of the step before. With false only the
     sizes of the regions' inputs are compared."""
     warmup_steps: Steps = 2
-    """memplug plans for the program once this many steps matched the step before. A whole number of steps, 0 or more.
-    """
+    """memplug plans for a program once it has come again this often, in a row or not. A whole number of steps, 0 or
+    more."""
     policy_steps: Steps = 5
     """How many plans are tried, each for one step, before the fastest is kept; with 0 the plan that is predicted to be
     the fastest is taken. A whole number of steps, 0 or more."""

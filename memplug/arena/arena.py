@@ -113,19 +113,26 @@ class Arena:
             self._native.open_arena(kind, index, checks)
         except RuntimeError as error:
             raise ArenaError(f"there can be no planned arena: {_first_line(error)}", code="MP006") from None
+        self._loaded: dict[int, ArenaTables] = {}  # the plans that the native arena has, by number
         # undoes `serve`: `close` calls it, or Python when it collects this object; None: no plan is loaded
         self._leave: weakref.finalize | None = None
 
-    def serve(self, tables: ArenaTables) -> None:
-        """Serve this plan from the next step on; blocks of earlier plans stay valid.
+    def serve(self, tables: ArenaTables) -> bool:
+        """Serve this plan from the next request on; blocks of earlier plans stay valid.
 
-        If the arena does not serve yet, torch first releases its cached memory, to make room. If the arena gets other
-        memory than it had, torch then releases what it had, which would lie idle among torch's cached memory.
+        Plans that the arena has served since `close` stay loaded, and share its memory: turning to one of them costs
+        nothing. If the arena does not serve yet, torch first releases its cached memory, to make room. If the arena
+        gets other memory than it had, torch then releases what it had, which would lie idle among its cached memory.
+
+        Returns:
+            False if the plan was loaded already.
 
         Raises:
             ArenaError: the device has too little memory, or another library changed its allocator. The arena then
                 serves nothing.
         """
+        if id(tables) in self._loaded and self._native.turn_arena(id(tables)):
+            return False
         before = self.counters().reserved_bytes if self.serving else None
         if before is None:
             self._empty_cache()
@@ -140,6 +147,7 @@ class Arena:
             self._leave.atexit = False
         try:
             self._native.load_arena(
+                id(tables),
                 tables.requests.tobytes(),
                 tables.slots.tobytes(),
                 tables.dynamic.tobytes(),
@@ -161,8 +169,19 @@ class Arena:
                 'Lower "device_budget_gib", so that less is kept on the device; or set "arena": {"enabled": false}, '
                 "which leaves all memory to torch's own allocator.",
             ) from None
+        self._loaded[id(tables)] = tables
         if before not in (None, self.counters().reserved_bytes):
             self._empty_cache()
+        return True
+
+    def unload(self, tables: ArenaTables) -> None:
+        """Forget a plan that requests are not served by, so that later plans need less memory."""
+        if self._loaded.pop(id(tables), None) is not None:
+            self._native.unload_arena(id(tables))
+
+    def is_largest(self, tables: ArenaTables) -> bool:
+        """Return whether no other loaded plan needs more memory than this one."""
+        return all(each.reused_bytes <= tables.reused_bytes for each in self._loaded.values())
 
     def _empty_cache(self) -> None:
         if self.device.type != "cpu":
@@ -229,6 +248,7 @@ class Arena:
 
         Memory in use is released when its last block is freed. A second call does nothing.
         """
+        self._loaded.clear()
         if self._leave is not None:
             self._leave()
             self._leave = None

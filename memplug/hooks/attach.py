@@ -163,7 +163,7 @@ def _attach(target: AttachTarget, config: MemplugConfig, device: Device, ranks: 
             return Recording(recorder, Places(target.model, found, recorder, target.chunks, job))
 
         attached.boundary.watch(make_recording, functools.partial(_tensors_of, weakref.ref(target.model)))
-        if attached.boundary.resume(job):
+        if attached.boundary.resume(job) or attached.agreed.plans:
             first_forward.watch(target.chunks, attached)
     except BaseException:
         attached.detach()

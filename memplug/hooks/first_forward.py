@@ -1,4 +1,7 @@
-"""Lets a run resume from a kept plan at the first forward, so that the arena serves the first step already."""
+"""Reports the inputs of each step's first forward, by which a session recognises the step's program.
+
+A run that resumes from a kept plan begins there too, so that the arena serves the first step already.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,36 @@ from torch import nn
 from memplug.hooks.places import shapes
 from memplug.hooks.tracing import nothing, outside
 from memplug.session.attached import AttachedModel
+from memplug.torch_private import current_graph_task_id
+
+
+class _Beginning:
+    """A hook that reports forwards with gradients; in copies and pickles of the module, a hook that does nothing.
+
+    Args:
+        attached: the session.
+    """
+
+    def __init__(self, attached: AttachedModel):
+        self._attached = attached
+
+    def _report(self, chunk: nn.Module, args: Any, kwargs: Any) -> None:
+        attached = self._attached
+        if attached.wants_inputs and torch.is_grad_enabled() and current_graph_task_id() == -1:
+            attached.begin_inputs(shapes((*args, *kwargs.values())), chunk, args, kwargs)
+
+    __call__ = outside(_report, nothing)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _in_a_copy, ()
+
+
+def _in_a_copy() -> Callable[..., None]:
+    return nothing
 
 
 def watch(chunks: Sequence[nn.Module], attached: AttachedModel) -> None:
-    """Call `begin_run` of the session before the first forward with gradients of any chunk."""
-    removals: list[Callable[[], None]] = []
-
-    def begin(chunk: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (removals and torch.is_grad_enabled()):  # compiled code still calls removed hooks
-            return
-        while removals:
-            removals.pop()()
-        attached.begin_run(shapes((*args, *kwargs.values())), chunk, args, kwargs)
-
+    """Call `begin_inputs` of the session before the first forward with gradients of any chunk in each step."""
     for chunk in chunks:
-        handle = chunk.register_forward_pre_hook(outside(begin, nothing), with_kwargs=True)
-        removals.append(handle.remove)
+        handle = chunk.register_forward_pre_hook(_Beginning(attached), with_kwargs=True)
         attached.at_detach(handle.remove)

@@ -1,67 +1,37 @@
-"""Changes a session's stage according to the program that all ranks ran (Chameleon, section 4: stage adjusting).
+"""Changes the stages of programs according to the steps that all ranks ran (Chameleon, section 4: stage adjusting).
 
-warm-up ──the same program, often enough──► gen-policy ──the best of some plans──► stable
-   ▲                                            │                                    │
-   └──────────── another program; straight to stable if that one has decisions ───────┘
+warm-up ──the program ran often enough──► gen-policy ──the best of some plans──► stable
+   ▲                                                                               │
+   └──────────────── the device has less room than the plan needs ─────────────────┘
+
+Each program goes through the stages by its own steps, however many steps of other programs come between them. Between
+two steps all ranks turn to the program that they expect (`memplug.session.order`). When a step begins, a rank may
+recognise another program by the step's inputs, and turn to it by itself if no collective depends on that.
 """
 
 from __future__ import annotations
 
-import collections
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from memplug.block import ProfilerConfig
-from memplug.errors import LayoutError, coded
+from memplug.errors import LayoutError
 from memplug.profile.recorder import Detail
 from memplug.profile.similarity import Program, difference, similar
-from memplug.session.programs import ALIKE, MOST_PROGRAMS, Programs, Remembered
+from memplug.session.history import ProgramHistory, named
+from memplug.session.lasting import Lasting, StepBallot
+from memplug.session.lasting import lasting as lasting_of
+from memplug.session.order import HORIZON_STEPS, Order
+from memplug.session.programs import ALIKE, FIRST_UNDER, SIMILAR, Programs, Remembered
 from memplug.session.ranks import Ranks
 from memplug.session.table import Stage, StepOutcome, after
+from memplug.session.taken import TakenProgram
 from memplug.session.technique import AgreedTechnique
-
-log = logging.getLogger("memplug")
-
-RESTLESS_CHANGES = 20  # after this many returns to warm-up without a new plan, all steps count as one program
-LONGEST_HISTORY = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class _StepBallot:
-    """This rank's vote on the program of a step; the next step may run before the votes are read.
-
-    Attributes:
-        program: the program that this rank ran.
-        agreed: waits for the votes of all ranks, and returns their bitwise AND.
-    """
-
-    program: Program
-    agreed: Callable[[], int]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lasting:
-    """A program and the decisions that it runs under; both are compared by identity.
-
-    The program is None if alpha is a number, or without regions: the session then compares no steps.
-    """
-
-    program: Remembered | None
-    decisions: Any
-
-    def __eq__(self, other: object) -> bool:
-        """Return whether `other` refers to the same program object and the same decisions object."""
-        return isinstance(other, Lasting) and self.program is other.program and self.decisions is other.decisions
-
-    def __hash__(self) -> int:
-        """Return a hash of the two objects' identities."""
-        return hash((id(self.program), id(self.decisions)))
 
 
 class Adjuster:
-    """Changes the stage, program and decisions of a session.
+    """Changes the stages, programs and decisions of a session.
 
     If alpha is a number, or there are no regions, the technique makes no plans, and the session never calls `end_step`.
 
@@ -72,36 +42,29 @@ class Adjuster:
         ranks: the ranks that agree on every change.
 
     Attributes:
-        decisions: the technique's part in force; None while there is none, and while plans are tried.
-        history: the last thousand changes, the latest at the end: (step, stage, index of the program, reason).
+        programs: the programs that the session remembers.
+        history: the changes of their stages.
         replans: number of plans made.
-        warmup_steps: number of similar steps in a row after which memplug plans for their program.
+        warmup_steps: number of further steps after which memplug plans for a program that it has seen once.
+        taken: the program that this rank takes the step for that runs or is about to.
     """
 
-    def __init__(
-        self,
-        profiler: ProfilerConfig,
-        technique: AgreedTechnique[Any],
-        stage: Stage,
-        ranks: Ranks,
-    ):
-        self.stage = stage
-        self.programs = Programs(profiler.length_tolerance, profiler.cosine_similarity)
-        self.decisions: Any = None
-        self.history: collections.deque[tuple[int, Stage, int, str]] = collections.deque(maxlen=LONGEST_HISTORY)
+    def __init__(self, profiler: ProfilerConfig, technique: AgreedTechnique[Any], stage: Stage, ranks: Ranks):
+        self.programs = Programs(profiler.length_tolerance, profiler.cosine_similarity, self._forget)
+        self.history = ProgramHistory(ranks)
         self.replans = 0
         self.warmup_steps = profiler.warmup_steps
         self._tries, self._technique, self._ranks = profiler.policy_steps, technique, ranks
-        self._lasting = Lasting(None, None)
-        self._proposed: Any = None
-        self._ballot: _StepBallot | None = None
-        self._passing: tuple[Remembered, Any] | None = None
-        self._is_proven = False  # True once a step with watched operators ran under the settings in force
+        self._without_programs = stage  # the stage while there is no current program
+        self._order = Order()
+        self._ballot: StepBallot | None = None
+        self._last: Remembered | None = None  # the program of the last step whose votes were read
+        self._has_stopped = False
         self._turned: tuple[Remembered, Remembered] | None = None  # (program, another one that ran under its plan)
-        self._step = 0
-        self._similar_steps = 0  # number of similar steps in a row: StableStep in Algorithm 1
-        self._changes = 0  # number of returns to warm-up since decisions were last installed
+        self._unplanned_steps = 0  # number of steps in a row that ran programs in warm-up
+        self._change = "none"  # how the latest program that ranks met differs from the one that they expected
         self._confirmed = True  # False after `resume`, until the first step has shown its program
+        self.taken = TakenProgram(technique, self.programs, Lasting(None, None) if stage is Stage.STABLE else None)
         self.first: Program | None = None  # the program of the run's first step
 
     def resume(self, known: Sequence[tuple[Program, Any]], source: str, first: Program | None = None) -> list[Lasting]:
@@ -121,57 +84,117 @@ class Adjuster:
         """
         self.first = first or known[0][0]
         for program, decisions in known:
-            self.programs.remember(program).decisions = decisions
-        remembered = list(self.programs)
-        self.stage, self._confirmed = Stage.STABLE, False
-        self._run(remembered[0], remembered[0].decisions)
-        self._note(Stage.WARM_UP, f"{self._technique.in_words(self.decisions)}, as an earlier run kept it in {source}")
-        return [Lasting(each, each.decisions) for each in remembered]
+            remembered = self.programs.remember(program)
+            remembered.stage, remembered.decisions = Stage.STABLE, decisions
+            self._technique.turn(remembered)
+            self._technique.install(decisions)
+        self._confirmed = False
+        first_of_all = self.programs[0]
+        self.taken.expect(first_of_all)
+        words = f"{self._technique.in_words(first_of_all.decisions)}, as an earlier run kept it in {source}"
+        self.history.note(first_of_all, words)
+        return [lasting_of(each) for each in self.programs]
+
+    def begin(self, inputs: str) -> bool:
+        """Turn to the program that begins with these inputs, on this rank alone; called when a step begins.
+
+        Args:
+            inputs: shapes and dtypes of the inputs of the step's first forward.
+
+        Returns:
+            Whether the step is taken for another program than expected.
+        """
+        if self.programs.current is None or self.programs.indifferent or self._has_stopped:
+            return False
+        return self.taken.recognise(inputs, notices_larger=self._confirmed)
 
     def end_step(self, step: int, program: Program) -> None:
         """Vote on the program of the step that ended, and act on the votes of all ranks.
 
-        In the stage stable, a rank reads the votes on a step only when the next step ends, so that training does not
-        wait for them; a single process does the same. If these votes show another program, the rank waits for the votes
-        on the latest step too. If the latest step ran the former program again, no step runs under the other program's
-        settings. In the other stages, and after a resumed run's first step, the rank always waits.
+        While all is calm (see `is_calm`), a rank reads the votes on a step only when the next step ends, so that
+        training does not wait for them; a single process does the same. Else the rank waits for the votes.
 
         Args:
             step: number of the step that ended, from 1.
             program: the program that this rank ran in it.
         """
-        self._step = step
+        self.history.step = step
         if self.first is None:
             self.first = program
         if self._technique.has_lost_room():
-            self._plan_anew(program)
+            self._plan_anew()
             return
-        if not self._confirmed:
-            self._confirm(program)
-            return
-        if self.stage is Stage.STABLE:
-            earlier, self._ballot = self._ballot, None
-            if earlier is None or self._follow(earlier) is StepOutcome.STEADY:
-                self._ballot = self._call(program)
-                return
-        self._follow(self._call(program))
+        earlier, self._ballot = self._ballot, None
+        if earlier is not None:
+            self._follow(earlier)
+        ballot = self._call(program)
+        if self.is_calm:
+            self._ballot = ballot
+        else:
+            self._follow(ballot)
+        self._confirmed = True
+        self.taken.expect(self._expected())
+
+    @property
+    def is_calm(self) -> bool:
+        """Return whether the latest program that ranks agreed on is settled, and none that ran lately in gen-policy."""
+        if not (self._confirmed and self._last is not None and self._last.is_settled):
+            return False
+        return not any(one.stage is Stage.GEN_POLICY and self._order.has_lately(one.index) for one in self.programs)
+
+    @property
+    def stage(self) -> Stage:
+        """Return the stage of the program that the next step is expected to run."""
+        current = self.programs.current
+        return current.stage if current is not None and not self._has_stopped else self._without_programs
+
+    @property
+    def decisions(self) -> Any:
+        """Return the technique's part in force; None while there is none, and while plans are tried."""
+        under = self.taken.under
+        return under.decisions if under is not None else None
+
+    @property
+    def planned_from(self) -> Program | None:
+        """Return the step that the part in force was made from; None while there is no part."""
+        return self.taken.under.baseline if self.decisions is not None else None
 
     @property
     def detail(self) -> Detail | None:
-        """Return the detail in which to record the next step; None to leave it unrecorded.
+        """Return the detail in which to record the step of the program that it is taken for; None for no record.
 
         Plans are made from one step, recorded in full. Each step that tries a plan is recorded for its peak of memory.
         The step before gen-policy is recorded too, to learn which memory outlives a step.
         """
-        if self.stage is Stage.GEN_POLICY:
+        under = self.taken.under
+        if under is None or under.stage is Stage.STABLE:
+            return None
+        if under.stage is Stage.GEN_POLICY:
             return self._technique.detail
-        nearly = self._similar_steps >= self.warmup_steps
-        return Detail.REQUESTS if self.stage is Stage.WARM_UP and nearly else None
+        return Detail.REQUESTS if under.steps >= self.warmup_steps else None
 
     @property
     def lasting(self) -> Lasting | None:
-        """Return the current program and its decisions while the session is stable, else None."""
-        return self._lasting if self.stage is Stage.STABLE else None
+        """Return the program that the next step is expected to run, with its decisions, if it is stable; else None."""
+        current = self.programs.current
+        return lasting_of(current) if current is not None else self.taken.running
+
+    def is_live(self, lasting: Lasting) -> bool:
+        """Return whether steps may run under this program with its decisions again."""
+        known = list(self.programs)
+        return lasting.program is None or (
+            lasting.program in known and any(one.is_settled and one.decisions is lasting.decisions for one in known)
+        )
+
+    def wants_operators(self, most: int) -> bool:
+        """Return whether to watch the operators of the step that begins.
+
+        Args:
+            most: how many steps of a stable program may run unwatched.
+        """
+        taken_for = self.taken.program
+        is_known = taken_for is not None and taken_for.is_settled and self.is_calm and not self.programs.doubts
+        return not is_known or taken_for.unwatched >= most
 
     def stay(self, step: int, why: str) -> None:
         """Stop voting for good, and keep the decisions in force.
@@ -180,16 +203,16 @@ class Adjuster:
             step: number of the step that ended.
             why: the reason, for the history.
         """
-        self._ballot = self._passing = None
-        self._similar_steps = 0
-        if self.stage is Stage.GEN_POLICY:
-            self.stage = Stage.WARM_UP
-        current = self.programs.current
-        self.history.append((step, self.stage, current.index if current else 0, f"planning stopped: {why}"))
+        self._ballot = None
+        stage, current = self.stage, self.programs.current
+        self._without_programs = Stage.WARM_UP if stage is Stage.GEN_POLICY else stage
+        self._has_stopped = self.taken.was_right = True
+        index = current.index if current is not None else 0
+        self.history.changes.append((step, self.stage, index, f"planning stopped: {why}"))
 
     def close(self) -> None:
         """Enter the stage "detached"."""
-        self.stage, self._ballot = Stage.DETACHED, None
+        self._without_programs, self._has_stopped, self._ballot = Stage.DETACHED, True, None
 
     def tell(self, text: str, level: int = logging.INFO) -> None:
         """Log one line, on rank 0 only.
@@ -198,193 +221,154 @@ class Adjuster:
             text: the line, without the stage.
             level: level of `logging`.
         """
-        if self._ranks.first:
-            log.log(level, "memplug: %s: %s", self.stage.value, text)
+        self.history.tell(self.stage, text, level)
 
-    # -- changes of stage ----------------------------------------------------------------------------------------------
+    # -- the program of a step -----------------------------------------------------------------------------------------
 
-    def _confirm(self, program: Program) -> None:
-        """Check, on all ranks, that the first step of a resumed run ran the program of its plan."""
-        self._confirmed = True
-        mask = self.programs.vote(program)
-        if similar(program, self.first, *self.programs.limits):
+    def _call(self, program: Program) -> StepBallot:
+        under, taken_for = self.taken.under, self.taken.program
+        mask = self.programs.vote(program, taken_for)
+        self.taken.was_right = taken_for is None or bool(mask >> taken_for.index & 1)
+        if taken_for is not None:
+            taken_for.unwatched = 0 if program.operators is not None else taken_for.unwatched + 1
+        if not self._confirmed and similar(program, self.first, *self.programs.limits):
             mask |= 1 << self.programs.current.index
-        if self._follow(_StepBallot(program, self._ranks.vote(mask))) is StepOutcome.CHANGED:
-            self._similar_steps = 1  # this step was the new program's first
+        if under is not None:
+            mask |= 1 << FIRST_UNDER + under.index
+            may_turn = under.stage is not Stage.WARM_UP and not under.is_proven
+            mask |= ALIKE if may_turn and self.programs.is_alike(program, under) else 0
+        return StepBallot(
+            self.history.step, program, mask, self._ranks.vote(mask), self.programs.current, under, self.taken.inputs
+        )
 
-    def _call(self, program: Program) -> _StepBallot:
-        mask, planned = self.programs.vote(program), self.stage is not Stage.WARM_UP
-        if planned and not self._is_proven and self.programs.is_alike(program):
-            mask |= ALIKE
-        return _StepBallot(program, self._ranks.vote(mask))
-
-    def _follow(self, ballot: _StepBallot) -> StepOutcome:
-        """Read the votes on a step, and change stage, program and decisions accordingly."""
+    def _follow(self, ballot: StepBallot) -> None:
+        """Read the votes on a step, and change the stage and decisions of its program accordingly."""
         mask = ballot.agreed()
-        seen = self.programs.agreed(mask)
+        under = self.programs.under(mask)
+        seen = self.programs.agreed(mask & SIMILAR, under, ballot.expected)
         if seen is None:
-            seen = self.programs.remember(ballot.program)
-        self._note_turns(seen, bool(mask & ALIKE))
-        event = self._judge(seen)
-        before, self.stage = self.stage, after(self.stage, event)
-        passing, self._passing = self._passing, None
-        if event is StepOutcome.KNOWN:
-            self._resume(seen, before, passing)
-        elif event is StepOutcome.CHANGED:
-            self._passing = (seen, self.decisions) if before is Stage.STABLE else None
-            self._start_over(seen, ballot.program, before, self._change(seen, ballot.program))
-        elif before is Stage.WARM_UP:
-            self.programs.renew(ballot.program)
-            if event is StepOutcome.SETTLED:
-                self._propose()
-        elif event is StepOutcome.SETTLED:
-            self._adopt()
-        elif before is Stage.STABLE and ballot.program.operators is not None:
-            self._is_proven = True
-        return event
+            seen = self._meet(ballot)
+        elif seen is not self._last and seen.is_settled:
+            self.history.note_return(seen)
+        self.programs.see(seen)
+        self._order.add(seen.index)
+        self._last = seen
+        if ballot.inputs:
+            seen.note_beginning(ballot.inputs)
+        self._note_turns(seen, under, bool(mask & ALIKE))
+        seen.steps += 1
+        before = seen.stage
+        outcome = self._judge(seen, under, ballot.step)
+        if before is Stage.WARM_UP:
+            self.programs.renew(ballot.program, seen)
+        if outcome is StepOutcome.SETTLED:
+            seen.stage = after(before, outcome)
+            self._propose(seen) if before is Stage.WARM_UP else self._adopt(seen)
+        elif before is Stage.STABLE and under is seen and ballot.program.operators is not None:
+            seen.is_proven = True
+        self._look_for_repetition(seen)
 
-    def _note_turns(self, seen: Remembered, alike: bool) -> None:
+    def _meet(self, ballot: StepBallot) -> Remembered:
+        """Remember the program of a step that ranks have not seen before."""
+        expected, seen = ballot.expected, self.programs.remember(ballot.program)
+        if expected is not None:
+            known = ballot.mask & SIMILAR
+            step, baseline = ballot.program, expected.baseline
+            self._change = "another rank's step differs from those before" if known else difference(step, baseline)
+            reason = f"{named(seen)} is planned for once it repeats: {self._change}"
+            self.history.note(seen, reason, news=expected.stage is not Stage.WARM_UP)
+        return seen
+
+    def _note_turns(self, seen: Remembered, under: Remembered | None, alike: bool) -> None:
         """Detect turns: a plan changes the operators that steps run, so they count as steps of another program.
 
         Nothing but the operators changes, and they change back when the plan is withdrawn. The next plan would do the
-        same, so after `MOST_TURNS` turns the program stays at the safest setting.
+        same, so after `MOST_TURNS` turns the program stays at the safest setting. A program that ran under other
+        settings too is no such product of a plan.
 
         Args:
             seen: the program of the step that ended.
-            alike: True if on all ranks the step has inputs and autograd nodes like those of the current program.
+            under: the program under whose settings all ranks ran it; None if they did not run it under the same.
+            alike: True if on all ranks the step has inputs and autograd nodes like those of the program in `under`.
         """
-        current, turned = self.programs.current, self._turned
+        turned = self._turned
         if turned is not None and seen is turned[0]:
             self._turned = None
             if seen.note_turn(turned[1]):
                 self._stay_safest(seen)
-        elif alike and seen is not current and not seen.is_settled:
-            self._turned = current, seen
+        elif alike and under is not None and seen is not under and not (seen.is_genuine or seen.is_settled):
+            self._turned = under, seen
+        if under is None or under is seen or under.stage is Stage.WARM_UP:
+            seen.is_genuine = True
 
-    def _judge(self, seen: Remembered) -> StepOutcome:
-        current = self.programs.current
-        if current is None:
-            self.programs.enter(seen)
-        elif seen is not current:
-            return StepOutcome.KNOWN if seen.is_settled else StepOutcome.CHANGED
-        self._similar_steps += 1
-        if self.stage is Stage.GEN_POLICY:
-            self._proposed = self._technique.propose(None)
-            return StepOutcome.STEADY if self._proposed is None else StepOutcome.SETTLED
-        if self.stage is Stage.STABLE:
-            # a borrowed plan is for a few steps; a program that keeps running gets a plan of its own
-            stays = self._similar_steps > self.warmup_steps + self._tries
-            return StepOutcome.CHANGED if seen.borrowed and stays else StepOutcome.STEADY
-        return StepOutcome.SETTLED if self._similar_steps > self.warmup_steps else StepOutcome.STEADY
+    def _judge(self, seen: Remembered, under: Remembered | None, step: int) -> StepOutcome:
+        if seen.stage is Stage.WARM_UP:
+            return StepOutcome.SETTLED if seen.steps > self.warmup_steps else StepOutcome.STEADY
+        if seen.stage is Stage.GEN_POLICY and under is seen:
+            self._technique.turn(seen)
+            seen.decisions = self._technique.advance(step)
+            return StepOutcome.STEADY if seen.decisions is None else StepOutcome.SETTLED
+        return StepOutcome.STEADY
 
-    def _propose(self) -> None:
-        """Enter gen-policy: the next step is observed."""
-        current, tries = self.programs.current, self._tries
+    def _look_for_repetition(self, seen: Remembered) -> None:
+        """Treat every step as the same program from now on if no program repeats, or none repeats often enough."""
+        self._unplanned_steps = self._unplanned_steps + 1 if seen.stage is Stage.WARM_UP else 0
+        most = HORIZON_STEPS * (self.warmup_steps + 1)
+        if not self.programs.indifferent and (self._order.never_repeats or self._unplanned_steps >= most):
+            self.programs.indifferent = True
+            for other in self.programs:
+                if other is not seen:
+                    self._technique.forget(other)
+            self.history.warn_of_one_plan(self._change)
+
+    def _expected(self) -> Remembered:
+        """Return the program that the next step is likely to run, as all ranks know it by now."""
+        if self.programs.indifferent or self._last is None:
+            return self._last or self.programs.current
+        return self.programs[self._order.follows(ahead=1 if self._ballot is None else 2)]
+
+    # -- changes of stage ----------------------------------------------------------------------------------------------
+
+    def _propose(self, program: Remembered) -> None:
+        """Enter gen-policy: the program's next step is observed."""
+        tries = self._tries
+        self._technique.turn(program)
         self._technique.may_keep = not self.programs.indifferent
         self._technique.propose(None)
-        self._is_proven, self._turned = False, None
-        seen = f"{_named(current)} ran {self._similar_steps} times"
+        seen = f"{named(program)} ran {program.steps} times"
         then = f", then tries up to {tries} plans" if tries else ""
-        self._note(Stage.WARM_UP, f"{seen}: memplug times every operator of the next step{then}")
-        self._similar_steps = 0
+        self.history.note(program, f"{seen}: memplug times every operator of its next step{then}")
 
-    def _adopt(self) -> None:
+    def _adopt(self, program: Remembered) -> None:
         """Enter stable, under the best of the plans that were tried."""
-        current, decisions = self.programs.current, self._proposed
-        if wrong := self._technique.judge(decisions):
+        technique, decisions = self._technique, program.decisions
+        if wrong := technique.judge(decisions):
             raise LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace.", code="MP016")
-        current.decisions, current.borrowed = decisions, False
         self.replans += 1
-        self._run(current, decisions)
-        self._technique.retain(one.decisions for one in self.programs if one.decisions is not None)
-        technique = self._technique
-        self._note(Stage.GEN_POLICY, "; ".join(filter(None, [technique.in_words(decisions), technique.outcome])))
-
-    def _resume(self, known: Remembered, before: Stage, passing: tuple[Remembered, Any] | None) -> None:
-        """Enter stable for a remembered program: under its plan, or for good at the safest setting."""
-        if passing is not None and known.decisions is not None:
-            passed, decisions = passing  # the program that ran for one step in between borrows the plan of that step
-            passed.decisions, passed.borrowed = decisions, True
-        self._run(known, known.decisions)
-        if known.decisions is None:
-            self._note(before, f"{_named(known)} again, at the safest setting")
-            return
-        plan = "another program's plan, as before" if known.borrowed else "its plan"
-        self._note(before, f"{_named(known)} again, under {plan}")
-
-    def _plan_anew(self, program: Program) -> None:
-        """Return to warm-up at the safest setting: the device has less room than the plans rely on."""
-        self._ballot, self._passing = None, None
-        self.programs.forget_plans()
-        self.stage = after(Stage.STABLE, StepOutcome.CHANGED)
-        self._start_over(self.programs.current, program, Stage.STABLE, "the device has less room than its plan needs")
-
-    def _start_over(self, seen: Remembered, program: Program, before: Stage, change: str) -> None:
-        """Return to warm-up at the safest setting: the program is new, or its plan is no longer valid."""
-        seen.decisions, seen.borrowed = None, False
-        self._changes += 1
-        self._run(seen, None)
-        self.programs.renew(program)
-        self._note(before, f"{_named(seen)} is planned for once it repeats: {change}")
-        if self._changes == RESTLESS_CHANGES:
-            self._stop_comparing(change)
-
-    def _change(self, seen: Remembered, program: Program) -> str:
-        current = self.programs.current
-        if seen is current:
-            return "it keeps running under another program's plan"
-        if self.programs.vote(program) >> current.index & 1:
-            return "another rank's step differs from those before"
-        return difference(program, current.baseline)
-
-    def _run(self, program: Remembered, decisions: Any) -> None:
-        """Make a program the current one, and put its decisions into force."""
-        if decisions is None:
-            self._technique.withdraw()
-        else:
-            self._technique.install(decisions)
-        self.decisions, self._lasting = decisions, Lasting(program, decisions)
-        self.programs.enter(program)
-        self._similar_steps, self._is_proven = 0, False
-        self._changes = 0 if decisions is not None else self._changes
-
-    # -- log lines -----------------------------------------------------------------------------------------------------
-
-    def _note(self, before: Stage, reason: str) -> None:
-        """Record a change in the history and log it.
-
-        A program's first change from one stage to another is logged at INFO. All else is logged at DEBUG: repetitions,
-        changes of program within warm-up, and changes after the first `MOST_PROGRAMS` programs.
-        """
-        current, passage = self.programs.current, (before, self.stage)
-        self.history.append((self._step, self.stage, current.index, reason))
-        flickers = before is self.stage is Stage.WARM_UP or self.programs.made > MOST_PROGRAMS
-        news = passage not in current.told and not flickers
-        current.told.add(passage)
-        self.tell(f"step {self._step}: {reason}", logging.INFO if news else logging.DEBUG)
-
-    def _stop_comparing(self, change: str) -> None:
-        """Treat every step as the same program from now on, since sequence lengths or experts keep changing."""
-        self.programs.indifferent = True
-        if self._ranks.first:
-            text = (
-                "memplug: step %d: no program lasts long enough to be planned for; the last change: %s. From now "
-                "on one plan serves all steps, and keeps nothing on the device. To plan for each program, raise "
-                '"profiler": {"length_tolerance"}, or pad sequences to fewer lengths'
-            )
-            log.warning(coded("MP009", text), self._step, change)
+        technique.install(decisions)
+        if all(one.stage is not Stage.GEN_POLICY for one in self.programs):
+            technique.retain(one.decisions for one in self.programs if one.decisions is not None)
+        self.history.note(program, "; ".join(filter(None, [technique.in_words(decisions), technique.outcome])))
 
     def _stay_safest(self, program: Remembered) -> None:
-        if self._ranks.first:
-            text = (
-                "memplug: step %d: each plan for %s makes another program of it: its operators change although its "
-                "inputs do not. memplug makes no more plans for it, and keeps it at the safest setting, which swaps "
-                'the inputs of regions and recomputes the rest. Raise "profiler": {"length_tolerance"}, or set '
-                '"tokenwise": {"alpha"} to a number'
-            )
-            log.warning(coded("MP009", text), self._step, _named(program))
+        """Make no more plans for a program."""
+        program.decisions, program.stage = None, Stage.STABLE
+        self._technique.turn(program)
+        self._technique.withdraw()
+        self.history.warn_of_safest(program)
 
+    def _plan_anew(self) -> None:
+        """Return all programs to warm-up at the safest setting: the device has less room than the plans rely on."""
+        self._ballot = self._turned = None
+        for program in self.programs:
+            program.stage = after(program.stage, StepOutcome.SHORT)
+            program.drop_plan()
+            self._technique.forget(program)
+        current = self.programs.current
+        reason = f"{named(current)} is planned for once it repeats: the device has less room than its plan needs"
+        self.history.note(current, reason)
+        self.taken.expect(current)
 
-def _named(program: Remembered) -> str:
-    operators = program.baseline.operators
-    return f"program {program.index}" + ("" if operators is None else f" ({len(operators):,} operators)")
+    def _forget(self, program: Remembered) -> None:
+        self._order.forget(program.index)
+        self._technique.forget(program)

@@ -154,24 +154,28 @@ class AttachedModel:
     @property
     def history(self) -> list[tuple[int, Stage, int, str]]:
         """Return the recent changes of stage or program; see `Session.history`."""
-        return list(self.boundary.adjuster.history)
+        return list(self.boundary.adjuster.history.changes)
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of similar steps in a row after which memplug plans for their program."""
+        """Return the number of further steps after which memplug plans for a program that it has seen once."""
         return self.boundary.adjuster.warmup_steps
 
     # -- for hooks alone -----------------------------------------------------------------------------------------------
 
-    def begin_run(self, inputs: str, *forward: Any) -> None:
-        """Begin a run that resumes from a kept plan; call at the run's first forward.
+    @property
+    def wants_inputs(self) -> bool:
+        """Return whether the session wants to know the inputs of the next forward of the model."""
+        return not self.boundary.has_inputs and self.stage is not Stage.DETACHED
+
+    def begin_inputs(self, inputs: str, *forward: Any) -> None:
+        """Let the session recognise a step's program; call before the step's first forward with gradients.
 
         Args:
             inputs: shapes and dtypes of the forward's inputs.
             forward: the module, its arguments and its keyword arguments.
         """
-        if self.stage is not Stage.DETACHED:
-            self.boundary.begin_run(inputs, *forward)
+        self.boundary.begin_inputs(inputs, *forward)
 
     def begin_forward(self) -> None:
         """Count a forward with gradients, of a region or the model; a step's program begins with the first of them."""

@@ -9,7 +9,7 @@ When a step ends, every rank does the following, in this order:
 | end the recording | the trace covers this step alone |
 | vote on a shortage of host memory | needs the regions' settings of this step, before new decisions replace them |
 | compare the bytes moved with the plan; check the link for a fixed alpha | needs this step's settings too |
-| vote on the program; change stage and decisions | after the step's program is known, before the next step's settings |
+| vote on the program; change stages and decisions; turn to the next program | once the step's program is known |
 | let techniques that follow the program propose, install and withdraw | needs the next step's program and decisions |
 | switch the classes of regions that begin or cease to run as if memplug were absent | needs the next step's decisions |
 | reserve rounding buffers | after the arena, which makes them unnecessary if it serves the next step |
@@ -17,7 +17,8 @@ When a step ends, every rank does the following, in this order:
 | call the user's callbacks | their report shows the plan of the next step |
 
 Then the next step begins: the session claims the recorder and the arena if no forward did so, begins to record, and
-last of all lets the arena serve.
+last of all lets the arena serve. If the inputs of the step's first forward are those of another program than expected,
+this rank turns to that program then, as far as no collective depends on it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ log = logging.getLogger("memplug")
 
 RECENT_STEPS = 50
 TIMELINE_FOLDER = "memplug_timeline"
-WATCHED_STEPS = 8  # while stable, steps are compared by node counts and input sizes, every 8th also by operators
+WATCHED_STEPS = 8  # of a stable program, steps are compared by node counts and input sizes, every 8th also by operators
 
 
 class Boundary:
@@ -84,6 +85,7 @@ class Boundary:
         steps: number of steps that ended.
         planned_steps: number of steps that ran under planned decisions.
         in_program: True once the step's first forward with gradients has begun.
+        has_inputs: True once the inputs of the step's first forward are known.
         apart: why the ranks no longer agree on decisions; "" while they do.
     """
 
@@ -134,7 +136,8 @@ class Boundary:
         self.steps = self.planned_steps = 0
         self.apart = ""
         self._timelines = 0
-        self.in_program = False
+        self.in_program = self.has_inputs = self._is_serving = False
+        self._retained = 0, 0  # numbers of plans and programs made when the followers last dropped old work
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
         self._last_step: float | None = None
 
@@ -187,20 +190,38 @@ class Boundary:
             self._settle()
         return resumed
 
-    def begin_run(self, inputs: str, *forward: Any) -> None:
-        """Begin a resumed run at its first forward: claim the recorder, check the inputs, begin recording.
+    def begin_inputs(self, inputs: str, *forward: Any) -> None:
+        """Turn to the program that begins with these inputs; called before the step's first forward with gradients.
+
+        If a resumed run begins so, claim the recorder, check the inputs, and begin recording.
 
         Args:
             inputs: shapes and dtypes of the forward's inputs.
             forward: the module, its arguments and its keyword arguments.
         """
-        if self.claim is None:
+        self.has_inputs = True
+        has_turned = bool(self.agreed.plans) and self.adjuster.begin(inputs)
+        if self.steps == 0 and self.kept is not None and self.kept.file is not None:
+            self._begin_run(inputs, *forward)
             return
+        if has_turned:
+            self.followers.enter(self.adjuster.taken.running)
+            recording = self.recording
+            if recording is not None:
+                recording.recorder.watch(self.watches and self.adjuster.wants_operators(WATCHED_STEPS - 1))
+                followers = self.followers
+                details = {"traced": followers.detail, "placed": followers.need_places}
+                if recording.begin_again(self.adjuster.detail, **details):
+                    recording.begin_forward(*forward)
+        self._begin_serving()
+
+    def _begin_run(self, inputs: str, *forward: Any) -> None:
         self._take_claim()
         self.kept.check(inputs, self.followers)
         self._begin_recording()
         if self.recording is not None:
             self.recording.begin_forward(*forward)
+        self._begin_serving()
 
     def close(self) -> None:
         """Stop voting and planning: the session is being detached, and no more steps follow."""
@@ -216,10 +237,10 @@ class Boundary:
         """Start the step's program; called when the step's first forward with gradients begins."""
         self.in_program = True
         if self._take_claim():
-            for follower in self.followers:
-                follower.technique.begin_step()
+            self._is_serving = False
         elif self.recording is not None:
             self.recording.recorder.begin_program()
+        self._begin_serving()
         self.agreed.begin_program()
 
     # -- between two steps ---------------------------------------------------------------------------------------------
@@ -230,6 +251,7 @@ class Boundary:
         if self._device.memory is not None:
             self._device.memory.note()
         recording, adjuster = self.recording, self.adjuster
+        self._begin_serving()  # if the step ran no forward
         for follower in self.followers:
             follower.technique.end_step()
         self.agreed.end_step()
@@ -243,14 +265,18 @@ class Boundary:
         if recording is not None:
             if not recording.able:
                 self.followers.close("steps cannot be recorded")
-            self.followers.end_step(adjuster.lasting, recording.step_trace)
+            taken = adjuster.taken
+            self.followers.end_step(taken.running, recording.step_trace, taken.was_right)
+            if self._retained != (adjuster.replans, adjuster.programs.made):
+                self._retained = adjuster.replans, adjuster.programs.made
+                self.followers.retain(adjuster.is_live)
         self._settle()
 
     def begin_step(self) -> None:
         """Claim the recorder if no forward did, and begin recording; called just before the next step starts."""
         if not self.in_program:
             self._take_claim()  # the step's forwards ran where no hook sees them
-        self.in_program = False
+        self.in_program = self.has_inputs = False
         self._begin_recording()
 
     def _agree(self, program: Program) -> None:
@@ -265,8 +291,7 @@ class Boundary:
         """
         adjuster, agreed = self.adjuster, self.agreed
         try:
-            planned_from = adjuster.programs.current.baseline if adjuster.decisions else None
-            agreed.agree(program, planned_from, adjuster.stage is Stage.STABLE)
+            agreed.agree(self.steps, program, adjuster.planned_from, adjuster.stage is Stage.STABLE)
             if agreed.plans:
                 adjuster.end_step(self.steps, program)
         except RanksError as error:
@@ -298,13 +323,19 @@ class Boundary:
     def _begin_recording(self) -> None:
         recording, followers = self.recording, self.followers
         if recording is not None:
-            stable = self.adjuster.stage is Stage.STABLE
-            rarely = stable and not self.adjuster.programs.doubts
-            recording.recorder.watch(self.watches and not (rarely and self.steps % WATCHED_STEPS))
+            recording.recorder.watch(self.watches and self.adjuster.wants_operators(WATCHED_STEPS - 1))
             self._want_timeline()
             recording.begin_step(self.adjuster.detail, traced=followers.detail, placed=followers.need_places)
-        for follower in followers:
-            follower.technique.begin_step()
+        self._is_serving = False
+        if not self.adjuster.taken.is_unsure:
+            self._begin_serving()
+
+    def _begin_serving(self) -> None:
+        """Let the techniques begin the step; if another program than expected may run, not before its first forward."""
+        if not self._is_serving:
+            self._is_serving = True
+            for follower in self.followers:
+                follower.technique.begin_step()
 
     # -- recorder and arena --------------------------------------------------------------------------------------------
 

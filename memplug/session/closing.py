@@ -22,7 +22,7 @@ class Attached(Protocol):
 
     @property
     def warmup_steps(self) -> int:
-        """Return the number of similar steps in a row after which memplug plans for their program."""
+        """Return the number of further steps after which memplug plans for a program that it has seen once."""
 
     @property
     def history(self) -> list[tuple[int, Any, int, str]]:

@@ -4,16 +4,17 @@ waiting ──a program lasts long enough──► proposing ──accepted─�
    ▲                                                                 │
    └───── another program, or a new part of an earlier technique ────┘
 
-A program lasts while the session is stable. Techniques propose in order: each plans for steps that run under the parts
-of the techniques before it. So a technique remembers its parts by a key, which stands for the program and those earlier
-parts. Each rank does all this by itself, since no collective depends on these parts.
+A program lasts once its stage is stable. Techniques propose in order: each plans for steps that run under the parts of
+the techniques before it. So a technique remembers its parts by a key, which stands for the program and those earlier
+parts. While programs take turns, the work for one key rests as long as steps run under others. Each rank does all this
+by itself, since no collective depends on these parts.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -52,10 +53,25 @@ class _After:
         return hash((self.key, id(self.part)))
 
 
+@dataclass(eq=False, slots=True)
+class _KeyWork:
+    """The work of a follower for one key.
+
+    Attributes:
+        part: the part of the plan; None before there is one.
+        steps: number of steps that began with the key.
+        begun: whether the technique has begun to propose.
+    """
+
+    part: Any = None
+    steps: int = 0
+    begun: bool = False
+
+
 class Follower:
     """Decides when one technique proposes, and which of its parts is in force.
 
-    The technique has at most one part for each key.
+    The technique has at most one part for each key, and keeps what it has for a key while steps run under others.
 
     Args:
         technique: the technique that proposes.
@@ -63,16 +79,15 @@ class Follower:
 
     Attributes:
         part: the part in force, or None.
+        key: the key of the step that runs, or is the next to run.
     """
 
     def __init__(self, technique: Technique[Any], warmup_steps: int):
         self.technique = technique
         self.part: Any = None
+        self.key: Hashable = None
         self._warmup_steps = warmup_steps
-        self._parts: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
-        self._key: Hashable = None
-        self._steps = 0  # number of `end_step` calls with this key
-        self._begun = False
+        self._works: collections.OrderedDict[Hashable, _KeyWork] = collections.OrderedDict()
 
     def resume(self, parts: Mapping[Hashable, Any], key: Hashable) -> None:
         """Resume with parts that an earlier run kept: the one for `key` is in force from the next step on.
@@ -81,44 +96,90 @@ class Follower:
             parts: the kept parts by key.
             key: the key to begin with.
         """
-        self._parts.update(parts)
+        self._works.update({each: _KeyWork(part, begun=True) for each, part in parts.items()})
         self.enter(key)
 
     def enter(self, key: Hashable) -> None:
-        """Switch to the next step's key: install its part, or withdraw the part in force.
+        """Switch to a step's key: install its part, or withdraw the part in force.
 
         Args:
-            key: the next step's key; None if the step's program is unknown or does not last.
+            key: the key of the next step, or of the one that begins; None if its program is unknown or does not last.
         """
-        if key == self._key or self.technique.off_because:
+        if key == self.key or self.technique.off_because:
             return
-        was_begun = self._begun
-        self._key, self._steps, self._begun = key, 0, False
-        self.technique.whole_steps = 0
-        known = self._parts.get(key) if key is not None else None
-        if known is not None:
-            self._parts.move_to_end(key)
-            self._install(known)
+        was_begun = self.key in self._works and self._works[self.key].begun
+        self.key = key
+        self.technique.turn(key)
+        work = self._work
+        self.technique.whole_steps = work.steps
+        if work.part is not None:
+            self._install(work.part)
         elif was_begun:
             self.technique.withdraw()
             self.part = None
 
-    def end_step(self, key: Hashable, trace: Trace | None) -> None:
-        """Let the technique propose, once the program has lasted long enough.
+    def end_step(self, ran: bool, trace: Trace | None) -> None:
+        """Let the technique propose for the key of the step that ended, once the program has lasted long enough.
 
         Args:
-            key: the next step's key.
-            trace: the trace of the step that ended; None if it was not recorded.
+            ran: whether the step ran the program of its key, as far as this rank knows.
+            trace: the trace of the step; None if it was not recorded.
         """
-        if key == self._key:
-            self.technique.whole_steps += 1
-        else:
-            trace = None  # the trace belongs to the former key
-        self.enter(key)
-        self._steps += 1
-        if self.technique.off_because or key is None or self._steps <= self._warmup_steps and not self._begun:
+        if self.technique.off_because or self.key is None or not ran:
             return
-        self._begun = True
+        work = self._work
+        work.steps += 1
+        self.technique.whole_steps = work.steps
+        if work.begun or work.steps >= self._warmup_steps:
+            work.begun = True
+            self._propose(trace)
+
+    def begin_proposing(self) -> None:
+        """Let the technique begin to propose for the key of the next step, if the program has lasted long enough."""
+        if self.technique.off_because or self.key is None:
+            return
+        work = self._work
+        if not work.begun and work.steps >= self._warmup_steps:
+            work.begun = True
+            self._propose(None)
+
+    def retain(self, is_live: Callable[[Any], bool]) -> set[Hashable]:
+        """Forget all keys for which `is_live` is false, except the present one; return the next technique's keys."""
+        for key in [each for each in self._works if each != self.key and not is_live(each)]:
+            del self._works[key]
+            self.technique.forget(key)
+        return {_After(key, work.part) for key, work in self._works.items() if work.part is not None}
+
+    def close(self, why: str) -> None:
+        """Withdraw the part in force, and propose nothing more.
+
+        Args:
+            why: the reason, for the report.
+        """
+        self.technique.off_because = why
+        self.technique.withdraw()
+        self.part = None
+        while self._works:
+            self.technique.forget(self._works.popitem()[0])
+
+    def key_after(self, key: Hashable) -> Hashable:
+        """Return the next technique's key, made from this technique's `key`; None while this one has no part."""
+        if self.technique.off_because:
+            return key
+        return _After(key, self.part) if self.part is not None else None
+
+    @property
+    def _work(self) -> _KeyWork:
+        """Return the work of the present key; forget the key that was left longest ago if there are too many."""
+        if self.key is None:
+            return _KeyWork()
+        work = self._works.setdefault(self.key, _KeyWork())
+        self._works.move_to_end(self.key)
+        while len(self._works) > MOST_PARTS:
+            self.technique.forget(self._works.popitem(last=False)[0])
+        return work
+
+    def _propose(self, trace: Trace | None) -> None:
         try:
             part = self.technique.propose(trace)
         except MemplugError as error:
@@ -130,27 +191,8 @@ class Follower:
             text = f"the judge refuses the plan: {wrong}"
             self._fail(LayoutError(text, "Please report it, with a trace.", code="MP016"))
             return
-        self._parts[key] = part
-        while len(self._parts) > MOST_PARTS:
-            self._parts.popitem(last=False)
+        self._work.part = part
         self._install(part)
-
-    def close(self, why: str) -> None:
-        """Withdraw the part in force, and propose nothing more.
-
-        Args:
-            why: the reason, for the report.
-        """
-        self.technique.off_because = why
-        self.technique.withdraw()
-        self.part = None
-        self._parts.clear()
-
-    def key_after(self, key: Hashable) -> Hashable:
-        """Return the next technique's key, made from this technique's `key`; None while this one has no part."""
-        if self.technique.off_because:
-            return key
-        return _After(key, self.part) if self.part is not None else None
 
     def _install(self, part: Any) -> None:
         try:
@@ -158,7 +200,7 @@ class Follower:
         except MemplugError as error:
             self._fail(error)
         else:
-            self.part, self._begun = part, True
+            self.part = part
 
     def _fail(self, error: MemplugError) -> None:
         log.warning("memplug: goes on without the %s: %s", self.technique.name, error)
@@ -174,6 +216,7 @@ class Followers:
 
     def __init__(self, techniques: Iterable[tuple[Technique[Any], int]] = ()):
         self._all = [Follower(technique, warmup_steps) for technique, warmup_steps in techniques]
+        self._key: Hashable = None
         self._techniques = {each.technique.name: each.technique for each in self._all}
 
     def __iter__(self) -> Iterator[Follower]:
@@ -190,6 +233,7 @@ class Followers:
         Returns:
             The parts to resume from, by program and by technique.
         """
+        self._key = program
         keys: dict[Program, Hashable] = {each: each for each in plans}
         found: dict[Program, dict[str, Any]] = {each: {} for each in plans}
         for follower in self._all:
@@ -206,25 +250,45 @@ class Followers:
         return found
 
     def enter(self, key: Hashable) -> None:
-        """Switch all techniques to the program of the step that begins.
+        """Switch all techniques to the program of the next step, or of the step that begins.
 
         Args:
-            key: the lasting program with its decisions; None if no program lasts.
+            key: the program with its decisions; None if it does not last.
         """
+        self._key = key
         for follower in self._all:
             follower.enter(key)
             key = follower.key_after(key)
 
-    def end_step(self, key: Hashable, trace: Trace | None) -> None:
-        """Let each technique propose for the lasting program.
+    def end_step(self, key: Hashable, trace: Trace | None, ran: bool = True) -> None:
+        """Let each technique propose for the program of the step that ended, and switch to that of the next step.
 
         Args:
-            key: the lasting program with its decisions; None if no program lasts yet.
+            key: the program of the next step with its decisions; None if it does not last.
             trace: the trace of the step that ended; None if it was not recorded.
+            ran: whether the step ran the program that was entered for it.
         """
+        ended = self._key
         for follower in self._all:
-            follower.end_step(key, trace)
+            # the work under a part that an earlier technique has just replaced is over
+            follower.end_step(ran and follower.key == ended, trace)
+            ended = follower.key_after(ended)
+        self._key = key
+        for follower in self._all:
+            follower.enter(key)
+            follower.begin_proposing()
             key = follower.key_after(key)
+
+    def retain(self, is_live: Callable[[Any], bool]) -> None:
+        """Drop the work for programs and decisions that will not come again.
+
+        Args:
+            is_live: whether steps may run under this program with its decisions again.
+        """
+        live: set[Hashable] | None = None
+        for follower in self._all:
+            if not follower.technique.off_because:
+                live = follower.retain(is_live if live is None else live.__contains__)
 
     def close(self, why: str) -> None:
         """Withdraw all parts: the session is detached, or steps can no longer be recorded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,8 +67,8 @@ class KeptPlans:
         self._kept: dict[int, _RanPlan] = {}  # the plans on disk, by index of the program
         self._is_first = True  # True until the run's first step has ended
         self._is_turned_away = False  # True while the first step runs with other inputs than the plan was made for
-        self._made: _RanPlan | None = None
-        self._steps = 0  # number of steps that ended with `_made` in force
+        self._made: dict[int, _RanPlan] = {}  # the plan that was in force last, by index of the program
+        self._steps: collections.Counter[int] = collections.Counter()  # of steps before which it was in force
 
     def resume(self) -> bool:
         """Resume from the plans of an earlier run, before the first step; all ranks call this.
@@ -91,18 +92,21 @@ class KeptPlans:
             lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
             self._agreed.reserve(decided)
         self._plans = dict(zip(lasting, plans, strict=False))
+        for each, plan in self._plans.items():
+            if each.program is not None and plan.fingerprint.inputs:
+                each.program.note_beginning(plan.fingerprint.inputs[0])
         self._kept = {_index_of(each): _RanPlan(each, ()) for each in self._plans}
         return True
 
     def begin(self, followers: Followers) -> None:
         """Let the techniques resume from their parts of the plans; called once the recorder is claimed."""
-        if self._adjuster.lasting in self._plans:
-            for lasting, parts in followers.resume(self._plans, self._adjuster.lasting).items():
+        if self._adjuster.taken.running in self._plans:
+            for lasting, parts in followers.resume(self._plans, self._adjuster.taken.running).items():
                 self._kept[_index_of(lasting)] = _RanPlan(lasting, tuple(parts.items()))
 
     def check(self, inputs: str, followers: Followers) -> None:
         """Warn and take the plan out of force if the first forward has other inputs than the plan was made for."""
-        plan = self._plans[self._adjuster.lasting]
+        plan = self._plans[self._adjuster.taken.running]
         expected = plan.fingerprint.inputs[:1] or (inputs,)
         if inputs == expected[0]:
             return
@@ -133,16 +137,19 @@ class KeptPlans:
             self._agreed.install(lasting.decisions)  # the step ran the plan's program after all
         self._is_first = self._is_turned_away = False
         self._finish(waits=False)
-        if lasting is None or parts is None or (lasting.program and lasting.program.borrowed):
-            self._steps = 0
+        if lasting is None:
             return
-        made, kept = _RanPlan(lasting, tuple(parts.items())), self._kept.get(_index_of(lasting))
+        index = _index_of(lasting)
+        if parts is None:
+            self._steps[index] = 0
+            return
+        made, kept = _RanPlan(lasting, tuple(parts.items())), self._kept.get(index)
         is_amended = kept is not None and kept.lasting == lasting and len(made.parts) <= len(kept.parts)
-        self._steps = 0 if is_amended and made != self._made else self._steps + 1
-        self._made = made
+        self._steps[index] = 0 if is_amended and made != self._made.get(index) else self._steps[index] + 1
+        self._made[index] = made
         wait = SETTLED_STEPS if is_amended else 1
-        if made != kept and self._steps > wait + min(self._job.rank, 1):
-            self._steps = 0
+        if made != kept and self._steps[index] > wait + min(self._job.rank, 1):
+            self._steps[index] = 0
             self._keep(made, followers, recording)
 
     def close(self, followers: Followers, parts: dict[str, Any] | None, recording: Recording | None) -> None:
@@ -157,7 +164,7 @@ class KeptPlans:
         """
         self._finish(waits=True)
         lasting = self._adjuster.lasting
-        if lasting is not None and not (lasting.program and lasting.program.borrowed):
+        if lasting is not None:
             kept = self._kept.get(_index_of(lasting))
             is_amended = kept is not None and kept.lasting == lasting
             made = _RanPlan(lasting, tuple(parts.items()) if parts and is_amended else ())
@@ -204,8 +211,12 @@ class KeptPlans:
         """Return a plan without this run's parts; it has only those of the plan that the run resumed from."""
         resumed, trace = self._plans.get(lasting), recording.trace if recording is not None else None
         made_from = resumed or trace
+        inputs = made_from.fingerprint.inputs if made_from is not None else ()
+        begins = lasting.program.begins if lasting.program is not None else {}
+        if begins and not (inputs and inputs[0] in begins):  # the trace is another program's
+            inputs = (next(reversed(begins)),)
         return MemoryPlan(
-            fingerprint=replace(self._job, inputs=made_from.fingerprint.inputs if made_from is not None else ()),
+            fingerprint=replace(self._job, inputs=inputs),
             training=self._training(index, lasting, recording),
             parts=resumed.parts if resumed is not None else {},
         )

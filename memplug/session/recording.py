@@ -141,6 +141,29 @@ class Recording:
             self._places.remove()
         self._detail = detail
 
+    def begin_again(self, detail: Detail | None, *, traced: Detail | None = None, placed: bool = False) -> bool:
+        """Begin the step's record anew, at its first forward, since it runs another program than expected.
+
+        A record that is to be saved goes on. Places are reported on if they were before.
+
+        Args:
+            detail: see `begin_step`.
+            traced: see `begin_step`.
+            placed: see `begin_step`.
+
+        Returns:
+            Whether places are reported from now on, and were not before.
+        """
+        was_placed = self.placed
+        if self._files:
+            self._traced = traced is not None
+        else:
+            if self._detail is not None:
+                self.recorder.drop()
+                self._detail = None
+            self.begin_step(detail, traced=traced, placed=placed or was_placed)
+        return self.placed and not was_placed
+
     def _begin(self, detail: Detail | None) -> bool:
         if detail is None:
             return False

@@ -17,9 +17,11 @@ class Report:
     Each technique's report is an attribute by the technique's name, as in `report.arena.served`.
 
     Attributes:
-        stage: "warm-up", "gen-policy", "stable", "detached", or "off" if the block switches memplug off.
+        stage: "warm-up", "gen-policy", "stable" (that of `program`), "detached", or "off" if the block switches memplug
+            off.
         steps: number of steps that ended.
-        program: index of the current program among the remembered ones; None until there is one.
+        program: index, among the remembered ones, of the program that the next step is expected to run; None until
+            there is one.
         programs: number of remembered programs.
         replans: number of plans made.
         planned_steps: number of steps that ran under a plan from their beginning.

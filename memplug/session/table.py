@@ -1,4 +1,4 @@
-"""The stages of a session as one table: WarmUp, GenPolicy, Stable (Chameleon, section 4, Algorithm 1)."""
+"""The stages of a program as one table: WarmUp, GenPolicy, Stable (Chameleon, section 4, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Stage(enum.Enum):
-    """The stage that a session is in."""
+    """The stage that a session is in: that of the program that its next step is expected to run."""
 
     OFF = "off"
     WARM_UP = "warm-up"
@@ -16,27 +16,23 @@ class Stage(enum.Enum):
 
 
 class StepOutcome(enum.Enum):
-    """The outcome of a step, once all ranks agree on the program that it ran."""
+    """The outcome of a step for the program that it ran, once all ranks agree on that program."""
 
-    STEADY = "the same program, for too few steps yet"
-    SETTLED = "the same program, for enough steps"
-    KNOWN = "another program, with decisions"
-    CHANGED = "another program, without decisions"
+    STEADY = "the stage goes on"
+    SETTLED = "the stage is over: enough steps, or the best plan is known"
+    SHORT = "the device has less room than the plan needs"
 
 
 TABLE = {
     (Stage.WARM_UP, StepOutcome.STEADY): Stage.WARM_UP,
     (Stage.WARM_UP, StepOutcome.SETTLED): Stage.GEN_POLICY,
-    (Stage.WARM_UP, StepOutcome.KNOWN): Stage.STABLE,
-    (Stage.WARM_UP, StepOutcome.CHANGED): Stage.WARM_UP,
+    (Stage.WARM_UP, StepOutcome.SHORT): Stage.WARM_UP,
     (Stage.GEN_POLICY, StepOutcome.STEADY): Stage.GEN_POLICY,
     (Stage.GEN_POLICY, StepOutcome.SETTLED): Stage.STABLE,
-    (Stage.GEN_POLICY, StepOutcome.KNOWN): Stage.STABLE,
-    (Stage.GEN_POLICY, StepOutcome.CHANGED): Stage.WARM_UP,
+    (Stage.GEN_POLICY, StepOutcome.SHORT): Stage.WARM_UP,
     (Stage.STABLE, StepOutcome.STEADY): Stage.STABLE,
     (Stage.STABLE, StepOutcome.SETTLED): Stage.STABLE,
-    (Stage.STABLE, StepOutcome.KNOWN): Stage.STABLE,
-    (Stage.STABLE, StepOutcome.CHANGED): Stage.WARM_UP,
+    (Stage.STABLE, StepOutcome.SHORT): Stage.WARM_UP,
 }
 
 

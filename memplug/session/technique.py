@@ -8,7 +8,7 @@ propose ──a part of the plan──► judge ──accepted──► install 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -34,8 +34,8 @@ class Technique(abc.ABC, Generic[Part]):
         name: name of its part in plans, and of its report.
         report_type: type of its reports.
         off_because: why training goes on without it; "" while it may have a part in force.
-        whole_steps: number of whole steps since the program, or an earlier technique's part, last changed; counted by
-            the technique's `Follower`.
+        whole_steps: number of whole steps that ran under the present key (see `turn`); counted by the technique's
+            `Follower`.
         serves: True if it serves requests for memory, from memory of its own.
         relieves: True if it makes steps that exceed the device budget fit, or reports why they cannot.
         has_served_whole: True if it served the whole of the step that ended last.
@@ -101,7 +101,22 @@ class Technique(abc.ABC, Generic[Part]):
 
     @abc.abstractmethod
     def withdraw(self) -> None:
-        """Take the part out of force from the next step on, and stop proposing."""
+        """Take the part out of force from the next step on."""
+
+    # -- programs that take turns --------------------------------------------------------------------------------------
+
+    def turn(self, key: Hashable) -> None:
+        """Go on with the work for `key`, which stands for a program; the unfinished work for other keys stays.
+
+        From the next step on, or from the step that begins, the four verbs are about this key. The caller then installs
+        the key's part, or withdraws the part of another key.
+
+        Args:
+            key: the program of the step, with the parts of earlier techniques; None if it is unknown or not stable.
+        """
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the work for `key`, finished or not: it will not be turned to again."""
 
     # -- requirements during a step ------------------------------------------------------------------------------------
 
@@ -150,7 +165,8 @@ class AgreedTechnique(Technique[Part]):
     """A technique whose parts change which collectives run, so all ranks have to switch together.
 
     All ranks propose, install and withdraw at the same steps; they agree on these steps in `memplug.session.adjuster`.
-    A session has one such technique from its beginning, and it decides how regions run.
+    A session has one such technique from its beginning, and it decides how regions run. Its keys are the programs, and
+    it remembers which part is in force for each: `turn` suffices to put it into force again.
 
     Attributes:
         plans: True if it proposes; else regions run under fixed decisions, or there are no regions.
@@ -176,6 +192,31 @@ class AgreedTechnique(Technique[Part]):
     def beginning(self) -> str:
         """Return how the technique begins, in words for the log."""
 
+    # -- programs that take turns --------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def turn(self, key: Hashable) -> None:
+        """Run by the part, or by the next trial, of this program from now on; None: at the safest setting."""
+
+    @abc.abstractmethod
+    def turn_freely(self, key: Hashable) -> bool:
+        """Turn on this rank alone, at the beginning of a step's first forward, if no collective depends on that.
+
+        Returns:
+            False, with nothing changed, if other ranks may run other collectives then.
+        """
+
+    @abc.abstractmethod
+    def advance(self, step: int) -> Part | None:
+        """Go on proposing by the measurements of a step of the program; all ranks call this for the same steps.
+
+        Args:
+            step: number of the step, as in `agree`.
+
+        Returns:
+            The part, once it is found.
+        """
+
     # -- in a step, and once it is over --------------------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -192,10 +233,11 @@ class AgreedTechnique(Technique[Part]):
         """
 
     @abc.abstractmethod
-    def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
+    def agree(self, step: int, program: Program, planned_from: Program | None, is_stable: bool) -> None:
         """Run the checks for which ranks exchange values; all ranks call this before they vote on the program.
 
         Args:
+            step: number of the step that ended.
             program: the program of the step that ended.
             planned_from: the program that the part in force was made for; None without one.
             is_stable: True in the stage stable.

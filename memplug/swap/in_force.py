@@ -90,7 +90,8 @@ class InForce:
             SwapError: memplug cannot stand in front of the device's allocator.
         """
         self._catch(True)
-        self._load(SwapTables.empty(), self._min_bytes, None, self._host_bytes())
+        pinned_bytes = self._pool.capacity_bytes if self._pool is not None else 0
+        self._load(SwapTables.empty(), self._min_bytes, None, self._host_bytes() - pinned_bytes)
 
     def swap(self, part: SwapPart) -> None:
         """Begin to offload and prefetch tensors by this list.
@@ -99,7 +100,9 @@ class InForce:
             SwapError: the host has too little memory for it.
         """
         budget_bytes = self._host_bytes()
-        self._pool = HostPool(self._device, budget_bytes, self._core)
+        if self._pool is None:
+            self._pool = HostPool(self._device, budget_bytes, self._core)
+        self._pool.budget_bytes = budget_bytes
         self._pool.reserve(part.host_bytes)
         if self._pool.capacity_bytes < part.host_bytes:
             text = f"the host has no {size(part.host_bytes)} for the swap list"
@@ -110,6 +113,12 @@ class InForce:
         with contextlib.suppress(SwapError):  # `watch` has reported the error
             self._catch(True)
         self._load(tables, max(1, min(smallest, self._min_bytes)), self._pool.slabs[0], passive_bytes)
+
+    def give_back(self) -> None:
+        """Release the host memory of lists, which stays pinned from list to list; call it after `end`."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def end(self) -> bool:
         """Restore all tensors, and stop swapping.
@@ -124,12 +133,12 @@ class InForce:
         self._former = self.counters
         is_empty = self._swapper.restore_all()
         self._core.unload_swap_list()
-        swapper, pool, self._swapper, self._pool = self._swapper, self._pool, None, None
-        if is_empty:
+        swapper, self._swapper = self._swapper, None
+        if not is_empty:
+            self._pool = None  # the swapper holds its memory for as long as tensors are there
+        else:
             del swapper
-            if pool is not None:
-                pool.close()
-            elif self._device.kind == "cuda" and passive:
+            if self._pool is None and self._device.kind == "cuda" and passive:
                 empty_host_cache()  # pinned memory of tensors offloaded for a failed request
         self._loaded.clear()
         if self._catches:

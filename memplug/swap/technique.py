@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Hashable
 
 import numpy as np
 import torch
 
 from memplug import native
+from memplug.beside import Beside
 from memplug.errors import SwapError
 from memplug.profile.recorder import Detail
 from memplug.profile.tensors import lives, ranking
@@ -53,15 +55,39 @@ class SwapState(enum.Enum):
     OFF = "off"
 
 
+class _ListWork:
+    """The work for one program, which rests while others run.
+
+    Attributes:
+        beside: the process beside training that plans for it.
+        room: the device bytes that its steps may use.
+        state: see `SwapState`.
+        part: its part of the plan; None before there is one.
+        promises: predictions of its list, compared with its steps; None without a list.
+        steps: steps since its part was installed first.
+        missing_steps: steps in a row that lacked tensors of the list.
+        sizes_vary: whether sizes of the list's tensors differ from step to step.
+        compared: if sizes vary, a step to compare the planned one with.
+        resident: the model's tensors, by their numbers in the recorded step.
+        others_left: how many further steps may be recorded, see `OTHERS`.
+    """
+
+    def __init__(self, beside: Beside, room: ListRoom):
+        self.beside, self.room = beside, room
+        self.state = SwapState.WAITING
+        self.part: SwapPart | None = None
+        self.promises: Promises | None = None
+        self.steps = self.missing_steps = self.others_left = 0
+        self.sizes_vary = False
+        self.compared: Trace | None = None
+        self.resident: tuple[int, ...] = ()
+
+
 class SwapsWhole(Technique[SwapPart]):
     """The technique of the swap list; its states are drawn at the top of this file.
 
     Args:
         given: see `memplug.session.given.Given`.
-
-    Attributes:
-        part: the part in force, or None.
-        promises: predictions of the list in force, compared with its steps.
     """
 
     name = SwapPart.name
@@ -71,21 +97,35 @@ class SwapsWhole(Technique[SwapPart]):
     relieves = True
 
     def __init__(self, given: Given):
-        self.part: SwapPart | None = None
-        self._given, self._tell, self._beside = given, given.tell, given.beside()
+        self._given, self._tell = given, given.tell
         self._device = device = given.device
-        self._core, self._room = native.load(), ListRoom(given.config.device_budget_gib, device, given.reserved)
+        self._core = native.load()
         swap = given.config.swap
         self._min_bytes, self._states = swap.min_bytes, swap.states
-        self._state = SwapState.WAITING
         self._in_force = InForce(device, self._core, self._min_bytes, given.host_bytes, given.explain)
-        self.promises: Promises | None = None
-        self._missed = self._missing_steps = 0
-        self._steps = 0  # steps since the part in force was installed
-        self._sizes_vary = False  # whether sizes of the list's tensors differ from step to step
-        self._compared: Trace | None = None  # if sizes vary, a step to compare the planned one with
-        self._resident: tuple[int, ...] = ()  # the model's tensors, by their numbers in the recorded step
-        self._others_left = 0  # how many further steps may be recorded, see `OTHERS`
+        self._missed = 0  # number of the list's tensors that were not found, since the list was put into force
+        self._is_in_step = False
+        self._is_back = False  # whether the list was put into force again since the last step of its program
+        self._key: Hashable = None
+        self._works: dict[Hashable, _ListWork] = {}
+
+    @property
+    def _work(self) -> _ListWork:
+        if self._key not in self._works:
+            given = self._given
+            room = ListRoom(given.config.device_budget_gib, given.device, given.reserved)
+            self._works[self._key] = _ListWork(given.beside(), room)
+        return self._works[self._key]
+
+    @property
+    def part(self) -> SwapPart | None:
+        """Return the program's part; None before there is one."""
+        return self._work.part
+
+    @property
+    def promises(self) -> Promises | None:
+        """Return the predictions of the list in force, compared with its steps; None without a list."""
+        return self._work.promises
 
     @classmethod
     def make(cls, given: Given) -> SwapsWhole:
@@ -107,7 +147,7 @@ class SwapsWhole(Technique[SwapPart]):
     @property
     def state(self) -> SwapState:
         """Return the present state; OFF once the technique is switched off."""
-        return SwapState.OFF if self.off_because else self._state
+        return SwapState.OFF if self.off_because else self._work.state
 
     @property
     def counters(self) -> dict[str, int]:
@@ -124,31 +164,33 @@ class SwapsWhole(Technique[SwapPart]):
     @property
     def detail(self) -> Detail | None:
         """Return the detail with which to record the next step, to plan from it or to measure its peak; else None."""
-        if self.state is SwapState.SWAPPING and self._steps == MEASURED_STEP - 1:
+        if self.state is SwapState.SWAPPING and self._work.steps == MEASURED_STEP - 1:
             return Detail.REQUESTS
         return Detail.TENSORS if self.state is SwapState.RECORDING else None
 
     def begin_step(self) -> None:
         """Start swapping: tensors are offloaded and prefetched until the step ends."""
         if self._device.kind == "cpu" and not self.off_because:
-            self._core.limit_cpu(self._room.budget_bytes)  # the CPU stands in for a device of that size
+            self._core.limit_cpu(self._work.room.budget_bytes)  # the CPU stands in for a device of that size
             for tensor in self._given.tensors() if self._states else ():
                 self._core.count_cpu(tensor)
+        self._is_in_step = True
         self._in_force.begin_step()
         self._in_force.measure(
-            waits=self.state is SwapState.SWAPPING and self._steps == MEASURED_STEP - 1,
+            waits=self.state is SwapState.SWAPPING and self._work.steps == MEASURED_STEP - 1,
             operators=self.state is SwapState.RECORDING,
         )
 
     def end_step(self) -> None:
         """Stop swapping: between two steps all tensors are on the device, unless it has no room for some."""
+        work, self._is_in_step = self._work, False
         self._in_force.end_step()
         self._in_force.measure()
         if self.state is SwapState.RECORDING and self._states:
-            self._resident = tuple(self._core.recorded_numbers(list(self._given.tensors())))
-        self._steps += 1
-        if self.promises is not None and self._steps >= MEASURED_STEP and self.promises.stall_s is None:
-            self.promises.compare_stall(self._in_force.waited_s())
+            work.resident = tuple(self._core.recorded_numbers(list(self._given.tensors())))
+        work.steps += 1
+        if work.promises is not None and work.steps >= MEASURED_STEP and work.promises.stall_s is None:
+            work.promises.compare_stall(self._in_force.waited_s())
         if self._device.kind == "cpu" and not self.off_because:
             # The limit holds only within steps, so that it does not count memory that memplug allocates between them.
             self._core.limit_cpu(UNLIMITED_BYTES)
@@ -160,31 +202,35 @@ class SwapsWhole(Technique[SwapPart]):
 
         The part has no tensors if the step fits without a list, or if no list suffices.
         """
-        if self.part is not None:
-            if trace is not None and self._steps == MEASURED_STEP and self.promises is not None:
-                self.promises.compare_peak(trace)
-            if not self.part.targets:
+        work = self._work
+        if work.part is not None:
+            if trace is not None and work.steps == MEASURED_STEP and work.promises is not None:
+                work.promises.compare_peak(trace)
+            if not work.part.targets:
                 return None
             missed = self._in_force.missed - self._missed
             self._missed += missed
+            if self._is_back:  # the list may not have seen the step from its beginning
+                self._is_back = False
+                return None
             if self._departs(missed):
                 self._tell(
                     "swap list: sizes of its tensors change from step to step: planning without those that change",
                     logging.INFO,
                 )
-                self._sizes_vary = True
+                work.sizes_vary = True
                 self._plan_anew()
-            elif missed == 0 and self._steps >= MEASURED_STEP and self._room.tighten(self._in_force.relieved_bytes):
+            elif missed == 0 and work.steps >= MEASURED_STEP and work.room.tighten(self._in_force.relieved_bytes):
                 self._tell("swap list: a step lacked device memory: planning with a smaller budget", logging.INFO)
                 self._plan_anew()
             return None
-        if self._beside.is_busy:
+        if work.beside.is_busy:
             return self._planned()
-        if self._state is SwapState.WAITING and self.whole_steps:  # only a whole step shows whether it fits
-            if self._room.holds(bool(self.relief)):
+        if work.state is SwapState.WAITING and self.whole_steps:  # only a whole step shows whether it fits
+            if work.room.holds(bool(self.relief)):
                 return SwapPart()
-            self._state = SwapState.RECORDING
-        elif self._state is SwapState.RECORDING and trace is not None and not self._in_force.has_failed:
+            work.state = SwapState.RECORDING
+        elif work.state is SwapState.RECORDING and trace is not None and not self._in_force.has_failed:
             return self._plan(trace)
         return None
 
@@ -194,40 +240,57 @@ class SwapsWhole(Technique[SwapPart]):
         Raises:
             SwapError: the host has too little memory for it.
         """
-        self._beside.stop()
+        work, self._missed = self._work, 0
+        is_new = part is not work.part
+        self._is_back = not is_new
+        work.beside.stop()
         self._end()
-        self._compared = None
         if part.targets:
             self._in_force.swap(part)
+        if is_new:
+            work.part, work.compared = part, None
+            work.state = SwapState.SWAPPING if part.targets else SwapState.SHORT if part.impossible else SwapState.FITS
+            work.missing_steps = work.steps = 0
+            work.promises = Promises(part, self._tell, self._device.kind == "cpu") if part.targets else None
+        if is_new and part.targets:
             self._tell(
                 f"swap list: {len(part.targets)} tensors, {size(part.swapped_bytes)} away between two uses; predicted "
                 f"peak {size(part.predicted_peak_bytes)}, waiting {part.predicted_stall_s:.3g} s a step",
                 logging.INFO,
             )
-        self.part = part
-        self._state = SwapState.SWAPPING if part.targets else SwapState.SHORT if part.impossible else SwapState.FITS
-        if self._state is SwapState.SHORT:
+        if work.state is SwapState.SHORT:
             self._watch()
-        self._missed = self._missing_steps = self._steps = 0
-        self.promises = Promises(part, self._tell, self._device.kind == "cpu") if part.targets else None
+        if self._is_in_step:
+            self.begin_step()
 
     def withdraw(self) -> None:
         """Stop swapping by the list; tensors are still offloaded if a request fails."""
-        self._room.forget()
-        self._stay()
-
-    def _plan_anew(self) -> None:
-        self._stay()
-        self._state, self._others_left = SwapState.RECORDING, OTHERS
-
-    def _stay(self) -> None:
-        self._beside.stop()
         self._end()
-        self.part, self.promises, self._compared, self._state = None, None, None, SwapState.WAITING
         if not self.off_because:
             self._watch()
-        elif self._device.kind == "cpu":
+            if self._is_in_step:
+                self.begin_step()
+            return
+        self._in_force.give_back()
+        if self._device.kind == "cpu":
             self._core.limit_cpu(-1)
+
+    def turn(self, key: Hashable) -> None:
+        """Go on with the work for this program: see `Technique`."""
+        self._key = key
+
+    def forget(self, key: Hashable) -> None:
+        """Drop a program's recorded steps and its list."""
+        work = self._works.pop(key, None)
+        if work is not None:
+            work.beside.stop()
+
+    def _plan_anew(self) -> None:
+        work = self._work
+        work.beside.stop()
+        work.part, work.promises, work.compared = None, None, None
+        work.state, work.others_left = SwapState.RECORDING, OTHERS
+        self.withdraw()
 
     def _watch(self) -> None:
         try:
@@ -241,54 +304,56 @@ class SwapsWhole(Technique[SwapPart]):
 
     def report(self) -> SwapReport:
         """Return the swap list's report; see `memplug.swap.report`."""
-        return report_of(self.state.value, self.off_because, self.part, self.promises, self.counters)
+        return report_of(self.state.value, self.off_because, self._work.part, self._work.promises, self.counters)
 
     def _departs(self, missed: int) -> bool:
         """Return whether to plan without tensors whose sizes change: too many were missing, several steps in a row."""
-        missing = missed > MISSED_SHARE * len(self.part.targets)
-        self._missing_steps = self._missing_steps + 1 if missing else 0
-        return self._missing_steps >= MISSED_STEPS and not self._sizes_vary
+        missing = missed > MISSED_SHARE * len(self._work.part.targets)
+        self._work.missing_steps = self._work.missing_steps + 1 if missing else 0
+        return self._work.missing_steps >= MISSED_STEPS and not self._work.sizes_vary
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def _why_impossible(self) -> str:
         if not self._core.StorageSwapper.is_possible():
             return f"torch {torch.__version__} does not report writes to tensors; torch 2.13 does"
-        if self._room.budget_bytes is None:
+        if self._work.room.budget_bytes is None:
             return '"device_budget_gib" sets no limit for this CPU'
         return ""
 
     def _plan(self, trace: Trace) -> SwapPart | None:
-        if int(trace.live_bytes.max(initial=0)) <= self._room.budget_bytes:
-            self._others_left -= 1
-            return None if self._others_left >= 0 else SwapPart()
-        if self._sizes_vary and self._compared is None:
-            self._compared = trace
+        work = self._work
+        if int(trace.live_bytes.max(initial=0)) <= work.room.budget_bytes:
+            work.others_left -= 1
+            return None if work.others_left >= 0 else SwapPart()
+        if work.sizes_vary and work.compared is None:
+            work.compared = trace
             return None
         d2h, h2d = self._device.link_rates()
         budgets = SwapBudgets(
-            device_bytes=self._room.of_list(trace),
+            device_bytes=work.room.of_list(trace),
             host_bytes=self._given.host_bytes(),
             min_bytes=self._min_bytes,
             d2h_bytes_per_s=d2h,
             h2d_bytes_per_s=h2d,
         )
         seconds = self._in_force.operators_s(clock_of(trace))
-        self._state = SwapState.PLANNING
-        others = _others(trace, self._given.has_regions, self._compared)
-        states = self._states, self._resident
-        self._beside.begin(plan_part, trace, budgets, seconds, others, self._given.layer_bytes(), *states)
+        work.state = SwapState.PLANNING
+        others = _others(trace, self._given.has_regions, work.compared)
+        states = self._states, work.resident
+        work.beside.begin(plan_part, trace, budgets, seconds, others, self._given.layer_bytes(), *states)
         return self._planned()
 
     def _planned(self) -> SwapPart | None:
         """Return the planned part; None while planning goes on."""
-        if not self._beside.is_done:
+        work = self._work
+        if not work.beside.is_done:
             return None
         try:
-            return self._beside.take()
+            return work.beside.take()
         except SwapError as error:
-            if self._room.loosen():
-                self._state = SwapState.RECORDING
+            if work.room.loosen():
+                work.state = SwapState.RECORDING
                 return None
             self._tell(f"no swap list: {error}", logging.WARNING)
             return SwapPart(impossible=error.problem)

@@ -319,6 +319,11 @@ def put(decisions: Decisions | None, regions: Sequence[Region], executor: Execut
     for region in regions:
         setting = decisions.settings.get(region.name) if decisions is not None else None
         region.set(setting or Setting(region.kind))
+    hold_to(decisions, executor)
+
+
+def hold_to(decisions: Decisions | None, executor: Executor) -> None:
+    """Keep to the device bytes that decisions allow, from the next forward on; None: to those of the safest setting."""
     executor.flow.most_held_bytes = decisions.held_bytes if decisions is not None else None
     executor.flow.granted_bytes = decisions.solution.in_flight_bytes if decisions is not None else 0
 

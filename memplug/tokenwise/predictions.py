@@ -9,6 +9,7 @@ experts the amounts differ from step to step: the routing decides how many rows 
 from __future__ import annotations
 
 import logging
+import weakref
 
 from memplug.errors import coded
 from memplug.profile.similarity import Program
@@ -32,8 +33,8 @@ class Predictions:
     def __init__(self, executor: Executor):
         self._executor = executor
         self._before = self._counts()
-        self._compared: Decisions | None = None
-        self._is_settled = False
+        self._begun: weakref.WeakValueDictionary[int, Decisions] = weakref.WeakValueDictionary()
+        self._settled: weakref.WeakValueDictionary[int, Decisions] = weakref.WeakValueDictionary()
         self._warned = False
         self.expected_bytes: int | None = None
         self.offloaded_bytes: int | None = None
@@ -50,13 +51,11 @@ class Predictions:
             program: the program that the step ran.
             planned_from: the program that the plan was made from.
         """
-        if self._is_settled and decisions is self._compared:
-            return
         before, self._before = self._before, self._counts()
-        if decisions is None or planned_from is None:
+        if decisions is None or planned_from is None or id(decisions) in self._settled:
             return
-        if decisions is not self._compared:
-            self._compared, self._is_settled = decisions, False
+        if id(decisions) not in self._begun:
+            self._begun[id(decisions)] = decisions
             self.expected_bytes = self.offloaded_bytes = None
             return
         offloaded, expected, short, unplanned, strayed = (
@@ -65,10 +64,11 @@ class Predictions:
         as_planned = not (short or unplanned) and self._executor.flow.share == 1.0
         if not as_planned or not program.same_sizes(planned_from):
             return
-        self._is_settled = not strayed
-        if self._is_settled or self.expected_bytes is None:
+        if not strayed:
+            self._settled[id(decisions)] = decisions
+        if not strayed or self.expected_bytes is None:
             self.expected_bytes, self.offloaded_bytes = expected, offloaded
-        if self._is_settled and abs(offloaded - expected) > TOLERANCE * max(offloaded, expected):
+        if not strayed and abs(offloaded - expected) > TOLERANCE * max(offloaded, expected):
             self.warn(offloaded, expected)
 
     def warn(self, offloaded: int, expected: int) -> None:

@@ -6,6 +6,7 @@ Both account for the memory that the device's allocator or the arena reserves in
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 
 from memplug.device.reserved import Reserved
@@ -33,7 +34,7 @@ class Room:
     def __init__(self, budget: DeviceBudget, ranks: Ranks, reserved: Reserved):
         self._budget, self._device, self._ranks, self._reserved = budget, budget.device, ranks, reserved
         self._retries = 0
-        self._measured: Decisions | None = None
+        self._measured: weakref.WeakValueDictionary[int, Decisions] = weakref.WeakValueDictionary()
         self._warned = False
         self._agreed: Callable[[], float] | None = None
 
@@ -57,11 +58,10 @@ class Room:
         if self._device.memory is None:
             return False
         before, self._retries = self._retries, budgets.allocation_retries(self._device)
-        agreed, self._agreed = self._agreed, None
-        if decisions is None:
-            return False
-        news = self._measures(decisions) or self._retries > before
-        self._agreed = self._ranks.least(0.0 if news and self._lacks(decisions) else 1.0)
+        agreed = self._agreed
+        # ranks may differ in whether there is a plan, if some recognised a program by its inputs: all vote
+        is_lacking = decisions is not None and (self._measures(decisions) or self._retries > before)
+        self._agreed = self._ranks.least(0.0 if is_lacking and self._lacks(decisions) else 1.0)
         return agreed is not None and agreed() < 1.0
 
     def _measures(self, decisions: Decisions) -> bool:
@@ -70,12 +70,12 @@ class Room:
         Only one step under each plan is measured: the first that the arena served from beginning to end. For all other
         steps, return False.
         """
-        if decisions is self._measured or decisions.peak_bytes is None:
+        if id(decisions) in self._measured or decisions.peak_bytes is None:
             return False
         reserved_bytes = self._reserved.measure(decisions.peak_bytes)
         if reserved_bytes is None:
             return False
-        self._measured = decisions
+        self._measured[id(decisions)] = decisions
         is_over = reserved_bytes > (1 + SLACK) * self._budget.nbytes
         if is_over and not decisions.solution.device_bytes:
             self._warn(reserved_bytes)

@@ -1,5 +1,7 @@
 """Searches for decisions in the stage gen-policy: observes one step, then tries plans around the optimum, one a step.
 
+A search is one program's: it goes on whenever the program runs, whatever ran in between.
+
 The search chooses the fastest plan that fits the memory of every rank (Chameleon, section 4). If the first plan runs
 all regions as without memplug, and fits every rank's memory, no further plan is tried.
 
@@ -46,6 +48,29 @@ class Trial:
     """Bytes that the plan keeps on the device."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The measurements of one step of the program on this rank.
+
+    Attributes:
+        phase: `PlanSearch._phase` when the step ran.
+        observer: has the step's tapes, if it was observed.
+        seconds: time of the step.
+        peak_bytes: peak of the allocated bytes; None: unknown.
+        held_bytes: peak of the bytes of regions' saved tensors in backward.
+        refused: number of tensors that the host had no memory for.
+        trace: the last step that was recorded in detail; None if there is none.
+    """
+
+    phase: int
+    observer: planning.StepObserver
+    seconds: float
+    peak_bytes: int | None
+    held_bytes: int
+    refused: int
+    trace: Trace | None
+
+
 def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
     """Return the index of the best plan, and whether it fits; the same on every rank.
 
@@ -64,12 +89,11 @@ def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
 
 
 class PlanSearch:
-    """One search for decisions; a new search begins with each stage gen-policy.
+    """One search for decisions of one program, which begins with the program's stage gen-policy.
 
     Args:
         regions: all regions of the session, at the safest setting.
         executor: runs the regions; the search has it take device times around every operator.
-        observer: keeps the tapes that the executor times.
         ranks: the ranks that train the model.
         budget: device budget.
         beside: runs the planner beside training.
@@ -83,6 +107,7 @@ class PlanSearch:
         keeps: whether plans may keep outputs on the device.
 
     Attributes:
+        observer: keeps the tapes of the step that plans are made from.
         outcome: the result of the search, in words.
         fits: False if none of the tried plans fits the memory of every rank.
     """
@@ -91,7 +116,6 @@ class PlanSearch:
         self,
         regions: Sequence[Region],
         executor: Executor,
-        observer: planning.StepObserver,
         ranks: Ranks,
         *,
         budget: DeviceBudget,
@@ -105,7 +129,8 @@ class PlanSearch:
         keeps: bool,
     ):
         self.keeps, self._room, self._budget, self._is_relieved = keeps, room, budget, is_relieved
-        self.regions, self.executor, self.observer = regions, executor, observer
+        self.regions, self.executor = regions, executor
+        self.observer = planning.StepObserver(executor.flow.is_large)
         self._tries, self._alpha = tries, alpha
         self.outcome = ""
         self.fits = True
@@ -116,13 +141,31 @@ class PlanSearch:
         self._decisions_of: Callable[[plan.TokenwisePlan], Decisions]
         self._candidates: list[Decisions] = []
         self._trials: list[Trial] = []
+        self._measured: dict[int, _Measured] = {}  # by step: the latest two, since votes may be read one step late
+        self._phase = 0  # number of times that measurements changed how the next step of the program runs
         self._refused = 0
         self._begun = 0.0
         self._warned = False
-        executor.time_forwards(observer)
         for region in self.regions:
             region.native.peak = 0  # restart the count of forwards in flight for this program
         step_peak()
+
+    def enter(self) -> None:
+        """Prepare for a step of the program: regions are at the safest setting, or at that of the next plan to try."""
+        tried = self._candidates[len(self._trials)] if self._candidates else None
+        planning.hold_to(tried, self.executor)
+        self._begun, self._refused = self.executor.device.now_s(), self.executor.transfer.refused
+        if self._is_observing:
+            self.observer = planning.StepObserver(self.executor.flow.is_large)
+        self.executor.time_forwards(self.observer if self._is_observing else None)
+
+    def leave(self) -> None:
+        """Take no more times: the next step may run another program."""
+        self.executor.time_forwards(None)
+
+    @property
+    def _is_observing(self) -> bool:
+        return self._task is None and not self._candidates
 
     def begin_program(self) -> None:
         """Start the step's clock at its first forward with gradients: earlier work is no part of the step's time."""
@@ -130,30 +173,49 @@ class PlanSearch:
         self._begun = self.executor.device.now_s()
         self.executor.flow.peak_held_bytes = 0
 
-    def end_step(self) -> Decisions | None:
-        """Process a finished step of the program.
+    def measure(self, step: int) -> None:
+        """Note what a step has shown, at its end; `advance` uses it once all ranks agree that it ran the program."""
+        executor = self.executor
+        executor.device.synchronize()
+        self._measured[step] = _Measured(
+            phase=self._phase,
+            observer=self.observer,
+            seconds=executor.device.now_s() - self._begun,
+            peak_bytes=self._step_peak(),
+            held_bytes=executor.flow.peak_held_bytes,
+            refused=executor.transfer.refused - self._refused,
+            trace=self._step_trace(),
+        )
+        while len(self._measured) > 2:
+            del self._measured[min(self._measured)]
+        self.enter()
+
+    def advance(self, step: int) -> Decisions | None:
+        """Process a step of the program, which all ranks ran under this search.
+
+        Args:
+            step: the number that `measure` was given.
 
         Returns:
             The decisions, or None while the search goes on. While it does, the regions run the next step by the next
             plan to try, or at the safest setting if there is no plan yet.
         """
-        self.executor.device.synchronize()
-        seconds = self.executor.device.now_s() - self._begun
-        peak_bytes = self._step_peak()
-        if self._candidates:
-            self._note(seconds, peak_bytes)
-        elif not (self._task is not None or self._begin_planning(peak_bytes)) or not self._is_planned():
+        measured = self._measured.pop(step, None)
+        if measured is None or measured.phase != self._phase:  # it ran before the votes on an earlier step were read
             return None
+        if self._candidates:
+            self._note(measured)
+        elif not (self._task is not None or self._begin_planning(measured)) or not self._is_planned():
+            return None
+        self._phase += 1
         if len(self._candidates) > max(1, len(self._trials)) and not self._is_out_of_the_way():
-            self._refused = self.executor.transfer.refused
             planning.put(self._candidates[len(self._trials)], self.regions, self.executor)
             return None
         return self._choose()
 
     def stop(self) -> None:
-        """Stop observing and planning."""
-        self.executor.time_forwards(None)
-        self.observer.clear()
+        """Stop planning for good."""
+        self._measured.clear()
         self._beside.stop()
 
     @property
@@ -167,7 +229,7 @@ class PlanSearch:
             return None
         return Detail.REQUESTS if self._candidates else Detail.TENSORS
 
-    def _begin_planning(self, peak_bytes: int | None) -> bool:
+    def _begin_planning(self, measured: _Measured) -> bool:
         """Start the planner once a step was observed.
 
         Returns:
@@ -176,10 +238,11 @@ class PlanSearch:
         Raises:
             BudgetError: see `DeviceBudget.require`.
         """
-        groups = planning.group_regions(self.regions, self.observer)
-        self.observer.settle(is_agreed(self.regions, self._gather, self._ranks.members))
-        described = planning.describe(groups, self.observer, self.executor) if groups else []
-        step = self._step_trace() if peak_bytes is not None else None
+        observer, peak_bytes = measured.observer, measured.peak_bytes
+        groups = planning.group_regions(self.regions, observer)
+        observer.settle(is_agreed(self.regions, self._gather, self._ranks.members))
+        described = planning.describe(groups, observer, self.executor) if groups else []
+        step = measured.trace if peak_bytes is not None else None
         times = in_flight.times(step, self.regions, self.executor.buffers) if step is not None else None
         room_bytes = self._room(peak_bytes) if self.keeps else 0
         host_bytes = self.executor.pool.budget_bytes
@@ -200,14 +263,14 @@ class PlanSearch:
         total_bytes = budgets.peak_bytes(self.executor.device) if peak_bytes is None else peak_bytes
         self._decisions_of = functools.partial(
             planning.decisions_of,
-            held_bytes=self.executor.flow.peak_held_bytes if task.budget.in_flight else None,
+            held_bytes=measured.held_bytes if task.budget.in_flight else None,
             groups=groups,
-            observer=self.observer,
+            observer=observer,
             observed_peak_bytes=total_bytes,
             full_recomputation_s=plan.full_recomputation(*own).step_s,
         )
         self._task = task
-        self.executor.time_forwards(None)
+        self._phase += 1
         if task.solver == self._ranks.rank:
             self._beside.begin(candidates.solve, task)
         return True
@@ -221,20 +284,21 @@ class PlanSearch:
         # a long timeout: without a planner process, a rank may still be solving in `take` while the others wait here
         solutions = candidates.choose(task, solved, functools.partial(self._gather, patient=True))
         self._candidates = [self._decisions_of(one) for one in solutions]
+        del self._decisions_of  # lets go of the tapes
         self.executor.pool.reserve(max(one.host_bytes for one in solutions))
-        self.stop()
+        self._beside.stop()
         return True
 
-    def _note(self, seconds: float, peak_bytes: int | None) -> None:
-        decisions = self._candidates[len(self._trials)]
-        fits = self.executor.transfer.refused == self._refused
+    def _note(self, measured: _Measured) -> None:
+        decisions, peak_bytes = self._candidates[len(self._trials)], measured.peak_bytes
+        fits = not measured.refused
         if peak_bytes is not None and decisions.peak_bytes is not None:
             budget_bytes = self._budget.nbytes
             most_bytes = decisions.peak_bytes * (1.0 + PEAK_SLACK)
             if budget_bytes is not None and decisions.peak_bytes <= budget_bytes:
                 most_bytes = min(most_bytes, budget_bytes)
             fits = fits and peak_bytes <= most_bytes
-        self._trials.append(Trial(seconds, fits, decisions.solution.device_bytes))
+        self._trials.append(Trial(measured.seconds, fits, decisions.solution.device_bytes))
 
     def _is_out_of_the_way(self) -> bool:
         """Return whether the first plan fits and runs all regions as without memplug: no plan can be faster."""

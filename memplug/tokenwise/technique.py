@@ -6,8 +6,9 @@ It makes the decisions for a program's regions, and changes their settings betwe
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,6 @@ from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.checking import AlphaCheck
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.hooks import EngineHooks
-from memplug.tokenwise.engine.region import Region
 from memplug.tokenwise.judge import mistakes_of
 from memplug.tokenwise.plain_regions import PlainRegions
 from memplug.tokenwise.plan.decisions import Decisions, Learnt, Setting
@@ -38,15 +38,20 @@ from memplug.words import size
 log = logging.getLogger("memplug")
 
 
+@dataclass(eq=False, slots=True)
+class _Work:
+    """The decisions of one program, and the search for them while it goes on."""
+
+    decisions: Decisions | None = None
+    search: PlanSearch | None = None
+
+
 class TokenWise(AgreedTechnique[Decisions]):
     """The technique that swaps and recomputes by fractions of rows (tokens).
 
     Attributes:
         executor: runs the regions.
         plain: see `PlainRegions`.
-        decisions: the decisions in force; None at the safest setting, with a number for alpha, and while plans are
-            tried.
-        observer: see `planning.StepObserver`.
         check: see `AlphaCheck`.
         predictions: see `Predictions`.
         rounding: see `Rounding`.
@@ -73,8 +78,8 @@ class TokenWise(AgreedTechnique[Decisions]):
             tokenwise.buffers,
             EngineHooks(explain=given.explain, on_larger=self.plain.enter_all, own=given.own),
         )
-        self.decisions: Decisions | None = None
-        self.observer = planning.StepObserver(self.executor.flow.is_large)
+        self._key: Hashable = None
+        self._works: dict[Hashable, _Work] = {None: _Work()}
         fixed = None if isinstance(self._alpha, str) else self._alpha
         for region in self._regions if fixed is not None else ():
             region.set(Setting(region.kind, fixed, is_agreed=True))
@@ -84,29 +89,32 @@ class TokenWise(AgreedTechnique[Decisions]):
         self._sizes: tuple[tuple[int, ...], ...] = ()  # sizes of each forward's inputs in the last step
         self._shortage = Shortage(self.executor, self._ranks)
         self._room = Room(self._budget, self._ranks, given.reserved)
-        self._search: PlanSearch | None = None
 
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> Decisions | None:
         """Observe the next step, and try plans in the steps that follow: see `memplug.tokenwise.search`."""
-        search = self._search
-        if search is None:
-            self._search = PlanSearch(
-                *(self._regions, self.executor, self.observer, self._ranks),
-                budget=self._budget,
-                beside=self._given.beside(),
-                tries=self._tries,
-                alpha=self._alpha,
-                is_relieved=self._given.is_relieved,
-                step_peak=self._given.step_peak,
-                step_trace=self._given.step_trace,
-                room=self._room.of_step,
-                keeps=self.may_keep,
-            )
-            return None
-        decisions = search.end_step()
+        self._work.search = PlanSearch(
+            *(self._regions, self.executor, self._ranks),
+            budget=self._budget,
+            beside=self._given.beside(),
+            tries=self._tries,
+            alpha=self._alpha,
+            is_relieved=self._given.is_relieved,
+            step_peak=self._given.step_peak,
+            step_trace=self._given.step_trace,
+            room=self._room.of_step,
+            keeps=self.may_keep,
+        )
+        self._work.search.enter()
+        return None
+
+    def advance(self, step: int) -> Decisions | None:
+        """Go on with the search by the measurements of a step: see `AgreedTechnique`."""
+        search = self._work.search
+        decisions = search.advance(step)
         if decisions is None:
+            search.enter()
             return None
         if not search.fits and self._ranks.first:
             text = (
@@ -123,13 +131,60 @@ class TokenWise(AgreedTechnique[Decisions]):
         self._stop_search()
         if part is not self.decisions:
             planning.put(part, self._regions, self.executor)
-        self.decisions = part
+        self._work.decisions = part
 
     def withdraw(self) -> None:
         """Run the regions at the safest setting."""
         self._stop_search()
         planning.put(None, self._regions, self.executor)
-        self.decisions = None
+        self._work.decisions = None
+
+    # -- programs that take turns --------------------------------------------------------------------------------------
+
+    @property
+    def _work(self) -> _Work:
+        return self._works[self._key]
+
+    @property
+    def decisions(self) -> Decisions | None:
+        """Return the decisions in force; None at the safest setting, with a number for alpha, and in gen-policy."""
+        return self._work.decisions
+
+    def turn(self, key: Hashable) -> None:
+        """Run by the decisions of a program, or by its search, from the next forward on: see `AgreedTechnique`."""
+        if key is self._key:
+            return
+        if self._work.search is not None:
+            self._work.search.leave()
+        for region in self._regions:
+            region.turn(key)
+        self._key = key
+        work = self._works.setdefault(key, _Work())
+        if work.search is not None:
+            work.search.enter()
+        else:
+            planning.hold_to(work.decisions, self.executor)
+
+    def turn_freely(self, key: Hashable) -> bool:
+        """Turn on this rank alone, unless a region's recompute passes may launch collectives: see `AgreedTechnique`."""
+        alone, keys = self.executor.is_alone(), (self._key, key)
+        if self.executor.regathers and not alone:
+            return False
+        if any(region.communicates_in(each, unless=alone) for region in self._regions for each in keys):
+            return False
+        self.turn(key)
+        self.plain.end_step(self.decisions)
+        return True
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the decisions of a program, and the search for them."""
+        if key is self._key:
+            self.withdraw()
+            return
+        if (work := self._works.pop(key, None)) is not None and work.search is not None:
+            work.search.stop()
+        for region in self._regions:
+            region.forget(key)
 
     # -- how it begins -------------------------------------------------------------------------------------------------
 
@@ -154,8 +209,8 @@ class TokenWise(AgreedTechnique[Decisions]):
 
     def begin_program(self) -> None:
         """Start a step's clock, at its first forward with gradients, if the step is observed or tries a plan."""
-        if self._search is not None:
-            self._search.begin_program()
+        if self._work.search is not None:
+            self._work.search.begin_program()
 
     def has_lost_room(self) -> bool:
         """Return whether the plan keeps more than the device has room for: see `memplug.tokenwise.room`."""
@@ -193,7 +248,8 @@ class TokenWise(AgreedTechnique[Decisions]):
     @property
     def detail(self) -> Detail | None:
         """Return how to record the next step; None if that step is neither observed nor tries a plan."""
-        return self._search.detail if self._search is not None else None
+        search = self._work.search
+        return search.detail if search is not None else None
 
     # -- between two steps ---------------------------------------------------------------------------------------------
 
@@ -205,12 +261,14 @@ class TokenWise(AgreedTechnique[Decisions]):
         """Return the program of the step that ended, with the sizes of the regions' inputs."""
         return Program(operators, self._sizes, nodes, self.plain.unseen)
 
-    def agree(self, program: Program, planned_from: Program | None, is_stable: bool) -> None:
+    def agree(self, step: int, program: Program, planned_from: Program | None, is_stable: bool) -> None:
         """Run the checks for which all ranks exchange values, at the end of a step.
 
         Swap fewer rows if the host memory of a rank ran out, compare the step's offloaded bytes with its plan, and
         check a number for alpha against link and host.
         """
+        if self._work.search is not None:
+            self._work.search.measure(step)
         if self._given.has_regions and is_stable:
             self._shortage.end_step()
         else:
@@ -235,7 +293,7 @@ class TokenWise(AgreedTechnique[Decisions]):
             if not region.native.communicates:
                 region.set(Setting(region.kind))
                 region.native.seen = False
-        self.decisions = None
+        self._work.decisions = None
 
     @property
     def may_talk(self) -> bool:
@@ -248,6 +306,9 @@ class TokenWise(AgreedTechnique[Decisions]):
     def stay(self) -> None:
         """Keep the regions' settings for good, since ranks no longer agree on changes."""
         self._stop_search()
+        for work in self._works.values():
+            if work.search is not None:
+                work.search.stop()
         self.check.stop()
 
     def close(self) -> None:
@@ -259,8 +320,9 @@ class TokenWise(AgreedTechnique[Decisions]):
     def keep(self, part: Decisions, plan: MemoryPlan) -> MemoryPlan:
         """Return `plan` with these decisions added, together with findings of their forwards and the link rates."""
         d2h, h2d = self.executor.device.link_rates()
+        key = next((key for key, work in self._works.items() if work.decisions is part), self._key)
         settings = {
-            region.name: replace(part.settings[region.name], learnt=_learnt(region))
+            region.name: replace(part.settings[region.name], learnt=_learnt(region.native_in(key)))
             for region in self._regions
             if region.name in part.settings
         }
@@ -281,11 +343,11 @@ class TokenWise(AgreedTechnique[Decisions]):
         return ""
 
     def _stop_search(self) -> None:
-        if self._search is not None:
-            self._search.stop()
-            self._search = None
+        search, self._work.search = self._work.search, None
+        if search is not None:
+            search.leave()
+            search.stop()
 
 
-def _learnt(region: Region) -> Learnt:
-    native = region.native
+def _learnt(native: Any) -> Learnt:
     return Learnt(native.communicates, native.offloads_late, native.unneeded, native.asks)

@@ -30,6 +30,106 @@ void what_is_in_use_outlives_its_plan() {
   CHECK(device.reserved.size() == 2); // 3 units of the first plan are still in use
 }
 
+void plans_that_take_turns_share_memory_as_large_as_the_largest() {
+  Simulated device;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 4), planned(4, 4)}, 8), 1);
+  arena.load(plan_of({planned(0, 12)}, 12), 2);
+  CHECK(device.reserved.size() == 1 && device.reserved_bytes == 12 * UNIT);
+  arena.load(plan_of({planned(2, 3)}, 5), 3); // less than half, but the second plan needs it
+  CHECK(device.reserved.size() == 1 && device.reserved_bytes == 12 * UNIT);
+  for (int round = 0; round < 3; ++round) {
+    arena.begin_step();
+    CHECK(arena.turn(1) && arena.turn(1));
+    void* const first = ask(arena, 4);
+    CHECK(at(arena, first) == 0);
+    ++device.queued[SIDE];
+    CHECK(arena.turn(2) && device.finished[SIDE] < device.queued[SIDE]); // the device is not waited for
+    CHECK(ask(arena, 12) == nullptr); // the first plan's block is in use
+    CHECK(arena.turn(3) && ask(arena, 3) == nullptr);
+    CHECK(arena.give_back(first));
+    arena.begin_step();
+    void* const second = ask(arena, 3);
+    CHECK(at(arena, second) == 2 && arena.give_back(second));
+    CHECK(arena.turn(2));
+    arena.begin_step();
+    void* const whole = ask(arena, 12);
+    CHECK(at(arena, whole) == 0 && arena.give_back(whole));
+  }
+  CHECK(!arena.turn(4));
+  CHECK(arena.turn(3));
+  arena.unload(2);
+  arena.unload(1);
+  CHECK(!arena.turn(1) && !arena.turn(2));
+  arena.load(plan_of({planned(0, 5)}, 5), 4);
+  CHECK(device.reserved_bytes == 5 * UNIT); // the largest plan is gone
+  arena.close();
+  CHECK(!arena.turn(3) && !arena.turn(4) && ask(arena, 5) == nullptr);
+}
+
+void streams_of_a_plan_are_waited_for_under_the_next() {
+  Simulated device;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 1), planned(1, 1, 1, 1)}, 2, 2), 1);
+  arena.load(plan_of({planned(0, 2)}, 2), 2);
+  CHECK(arena.turn(1));
+  arena.begin_step();
+  void* const main = ask(arena, 1);
+  void* const side = ask(arena, 1, 1, SIDE);
+  CHECK(main != nullptr && side != nullptr);
+  ++device.queued[SIDE];
+  CHECK(arena.give_back(side) && arena.give_back(main));
+  CHECK(arena.turn(2));
+  arena.begin_step();
+  CHECK(!device.is_after(MAIN, SIDE));
+  CHECK(ask(arena, 2) != nullptr && device.is_after(MAIN, SIDE));
+}
+
+void what_one_plan_keeps_stays_where_it_is_under_the_other() {
+  Simulated device;
+  Arena arena(device, false);
+  const auto keeping = [](int64_t slots) {
+    ArenaPlan plan = plan_of({}, 0);
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      plan.requests.push_back({UNIT, 0, 0, 0, 0, 0, 0, -1});
+      plan.slots.push_back({slot * UNIT, 0});
+    }
+    plan.kept_bytes = slots * UNIT;
+    return plan;
+  };
+  arena.load(keeping(2), 1);
+  arena.load(keeping(1), 2);
+  CHECK(arena.turn(1));
+  arena.begin_step();
+  void* const first = ask(arena, 1);
+  void* const second = ask(arena, 1);
+  CHECK(at(arena, first) == 0 && at(arena, second) == 1);
+  CHECK(arena.turn(2));
+  arena.begin_step();
+  CHECK(ask(arena, 1) == nullptr); // `first` has the slot
+  CHECK(arena.give_back(first));
+  CHECK(arena.turn(1));
+  arena.begin_step();
+  CHECK(at(arena, ask(arena, 1)) == 0 && ask(arena, 1) == nullptr); // `second` has the other slot
+}
+
+void leftovers_of_one_plan_are_known_under_the_other() {
+  Simulated device;
+  Arena arena(device, false);
+  arena.load(plan_of({planned(0, 2)}, 2), 1);
+  arena.load(plan_of({planned(0, 2)}, 2), 2);
+  arena.begin_step();
+  void* const kept = ask(arena, 2);
+  arena.begin_step(); // `kept` becomes a leftover of the second plan's request
+  CHECK(arena.turn(1));
+  CHECK(ask(arena, 2) == nullptr && arena.counters().lasting == 1); // the same request of the first plan
+  arena.forget_leftovers();
+  CHECK(arena.give_back(kept));
+  arena.begin_step();
+  CHECK(arena.turn(2));
+  CHECK(ask(arena, 2) != nullptr);
+}
+
 void memory_goes_when_the_last_block_does() {
   Simulated device;
   Arena arena(device, false);
@@ -325,6 +425,10 @@ void threads_may_give_back_while_plans_come_and_go() {
 int main(int count, char** arguments) {
   const unsigned seeds = count > 1 ? std::strtoul(arguments[1], nullptr, 10) : 300;
   what_is_in_use_outlives_its_plan();
+  plans_that_take_turns_share_memory_as_large_as_the_largest();
+  streams_of_a_plan_are_waited_for_under_the_next();
+  what_one_plan_keeps_stays_where_it_is_under_the_other();
+  leftovers_of_one_plan_are_known_under_the_other();
   memory_goes_when_the_last_block_does();
   what_an_earlier_plan_kept_frees_nothing_of_a_later_one();
   a_block_that_outlives_its_step_is_the_only_one_of_its_request();

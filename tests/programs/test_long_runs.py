@@ -13,6 +13,7 @@ from tests.support.awkward import LENGTHS, STEPS, Fails, awkward_steps, left_beh
 from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 
 ROUND = len(STEPS) * len(LENGTHS)  # steps until every kind and length has occurred
+ROUNDS_TO_PLAN = 5
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, "auto"])
@@ -32,7 +33,7 @@ def test_awkward_steps_leave_nothing_behind(alpha: float | str, rounds: int) -> 
             for _ in islice(steps, count):
                 session.step()
 
-        run(2 * ROUND)  # until memplug has requested all memory that it needs
+        run(ROUNDS_TO_PLAN * ROUND)  # until each kind and length has its plan, and memplug all memory that it needs
         before = left_behind(session._attached.executor, earlier)
         for _ in range(rounds):
             run(ROUND)

@@ -94,8 +94,8 @@ def test_techniques_propose_nothing_until_the_program_outlasts_warm_up(said: lis
 
 def test_returning_program_gets_its_part_back_without_a_new_proposal(said: list[str]) -> None:
     followers, _ = following(said, "a")
-    for key in ("one", "one", "two", "two"):
-        followers.end_step(key, TRACE)  # a trace of the previous step does not count for a new program
+    for key, ran in (("one", True), ("one", True), ("two", False), ("two", True)):
+        followers.end_step(key, TRACE, ran)  # the third step ran "two", although "one" was expected
     assert said == ["a proposes 1", "a has 1", "a has none", "a proposes 2", "a has 2"]
     said.clear()
     for key in ("one", "two"):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import and_
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +13,8 @@ from hypothesis import strategies as st
 
 from memplug.profile.similarity import Program, similar
 from memplug.session import programs as programs_module
-from memplug.session.programs import MOST_PROGRAMS, Programs, Remembered
-
-PLANNED = SimpleNamespace(solution="a plan")
+from memplug.session.programs import FIRST_UNDER, MOST_BEGINNINGS, MOST_PROGRAMS, SIMILAR, Programs, Remembered
+from memplug.session.table import Stage
 
 
 def step(length: int) -> Program:
@@ -47,14 +45,36 @@ def test_ranks_agree_on_the_current_then_a_planned_then_the_latest_program() -> 
     assert both == 0b1111
     assert known.agreed(both) is known.current and known.current.index == 3
     assert known.agreed(0b0111).index == 2
-    known.agreed(0b0001).decisions = PLANNED
+    known[0].stage = Stage.STABLE
     assert known.agreed(0b0111).index == 0
-    known.agreed(0b0010).decisions = PLANNED
+    known[1].stage = Stage.STABLE
     assert known.agreed(0b0111).index == 1
-    assert known.agreed(0b1111).index == 1, "the current one has no decisions"
-    known.current.decisions = PLANNED
+    assert known.agreed(0b1111).index == 1, "the current one has no plan"
+    known.current.stage = Stage.STABLE
     assert known.agreed(0b1111) is known.current
     assert known.agreed(0) is None
+
+
+def test_program_under_whose_settings_all_ranks_ran_comes_first() -> None:
+    known = remembered([1000, 1010, 1020])
+    known[0].stage = known[2].stage = Stage.STABLE
+    for each in known:
+        mask = 0b111 | 1 << FIRST_UNDER + each.index
+        assert known.under(mask) is each and known.agreed(mask & SIMILAR, each) is each
+    assert known.under(0b111) is None and known.agreed(0b011, known[2]) is known[0], "the step was no such program"
+
+
+def test_inputs_name_the_programs_that_began_with_them_and_larger_ones_are_noticed() -> None:
+    known = remembered([1000, 2000])
+    known[0].note_beginning("int64[2, 8], float32[]")
+    for each in known:
+        each.note_beginning("int64[4, 8]")
+    assert known.beginning_with("int64[4, 8]") == [known[0], known[1]]
+    assert known.beginning_with("int64[2, 8], float32[]") == [known[0]] and known.beginning_with("int64[9]") == []
+    assert [known[0].is_smaller(f"int64[{n}, 8]", 0.05) for n in (3, 4, 5)] == [False, False, True]
+    for length in range(MOST_BEGINNINGS):
+        known[0].note_beginning(f"int64[{length}]")
+    assert len(known[0].begins) == MOST_BEGINNINGS and "int64[4, 8]" not in known[0].begins
 
 
 def test_program_change_on_one_rank_changes_the_program_on_all_ranks() -> None:

@@ -11,7 +11,8 @@ import logging
 import pytest
 
 import memplug
-from memplug.session import adjuster as adjuster_module
+from memplug.session import history as history_module
+from memplug.session.order import HORIZON_STEPS
 from memplug.session.table import Stage
 from tests.support.blocks import LAYERS, Stack
 from tests.support.hosts import block
@@ -53,12 +54,15 @@ def test_each_plan_runs_for_one_step_and_one_stays_in_force(plans_by_alpha: None
         assert run.session._attached.executor.on_timed is None
 
 
-def test_program_change_during_warm_up_restarts_the_count() -> None:
+def test_warm_up_counts_each_programs_own_steps() -> None:
     with led(warmup_steps=2) as run:
         run.step(6, times=2)
-        run.step(9, times=3)
-        assert run.stages == [WARM_UP] * 5, "the first step of a program that replaces another is not counted"
+        run.step(9, times=2)
+        assert run.stages == [WARM_UP] * 4
         assert run.step(9) is GEN_POLICY and run.step(9) is STABLE
+        run.step(6)
+        assert run.step(6) is GEN_POLICY, "two of its steps came before"
+        assert run.step(6) is STABLE
 
 
 def many(operators: int) -> list[int]:
@@ -91,7 +95,7 @@ def test_new_sequence_length_is_planned_and_the_first_plan_returns_at_once() -> 
         first = settings(run.session)
         run.stages.clear()
         run.step(9, times=5)
-        assert run.stages == [STABLE, WARM_UP, GEN_POLICY, STABLE, STABLE]
+        assert run.stages == [STABLE, GEN_POLICY, STABLE, STABLE, STABLE]
         assert not is_safest(run.session) and run.session.report().replans == 2
         second = settings(run.session)
         run.step(6, times=3)
@@ -128,80 +132,102 @@ def test_regions_run_at_the_safest_setting_between_a_change_and_its_plan() -> No
         run.reach_stable(6)
         for region in run.session._attached.regions:
             region.native.leave_out(0, "aten::mm")  # as if learnt from the first program
-        run.step(9, times=2)
+        run.step(9, times=3)
         assert run.session.stage is WARM_UP and is_safest(run.session)
         assert all(region.native.unneeded == {} for region in run.session._attached.regions)
         assert run.session.solution is None and run.session.report().tokenwise.predicted_host_bytes is None
         run.step(9, exact=True)
 
 
-def test_program_change_while_plans_are_tried_ends_the_search(plans_by_alpha: None) -> None:
+def test_search_goes_on_when_its_program_is_back(plans_by_alpha: None) -> None:
     with led(policy_steps=4) as run:
-        run.step(6, times=2)
+        run.step(6, times=3)
+        second = settings(run.session)
         assert run.session.stage is GEN_POLICY and not is_safest(run.session)
-        assert run.step(9) is WARM_UP
-        assert is_safest(run.session) and run.session._attached.executor.on_timed is None
+        run.step(9, times=2)
+        assert run.session.report().replans == 0
         run.reach_stable(9)
-        assert run.step(6, times=2) is GEN_POLICY, "the first program was never planned for"
-        run.reach_stable(6)
-        assert run.session.report().replans == 2
+        assert run.session._attached.executor.on_timed is None
+        seen = []
+        run.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(settings(run.session)))
+        run.step(6, times=5)
+        assert seen[0] == second and seen[1] != second, "its second plan had not been tried"
+        assert run.session.stage is STABLE and run.session.report().replans == 2
+        assert "of 4 tried" in run.session.history[-1][3]
 
 
 @pytest.mark.parametrize("steps_of_the_other", [2, 3])
-def test_known_program_ends_warm_up_and_search_at_once(steps_of_the_other: int, plans_by_alpha: None) -> None:
+def test_known_program_runs_under_its_plan_amid_anothers_search(steps_of_the_other: int, plans_by_alpha: None) -> None:
     with led(policy_steps=2) as run:
         run.reach_stable(6)
-        plan = settings(run.session)
+        plan, seen = settings(run.session), []
         run.step(9, times=steps_of_the_other)
         assert run.session.stage is GEN_POLICY
-        assert run.step(6) is STABLE and settings(run.session) == plan
-        assert run.session._attached.executor.on_timed is None and run.session.report().replans == 1
+        handle = run.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(settings(run.session)))
+        run.step(6)
+        handle.remove()
+        assert seen == [plan] and run.session._attached.executor.on_timed is None
+        assert run.session.report().replans == 1
 
 
 # -- a program that comes and goes -------------------------------------------------------------------------------------
 
 
-def test_program_that_lasts_one_step_changes_nothing() -> None:
-    # as if a validation ran every few steps
+def test_program_that_comes_every_fourth_step_gets_a_plan_and_changes_no_other() -> None:
+    # as if a validation ran every few steps; the inputs are the same
     with led(warmup_steps=2) as run:
         run.reach_stable(operators=ONE)
         plan = settings(run.session)
         del run.plans[:]
-        for _ in range(4):
+        for _ in range(8):
             run.step(operators=ONE + OTHER)
             run.step(operators=ONE, times=3)
-        assert run.plans == [plan] * 16
+        assert [each for number, each in enumerate(run.plans) if number % 4] == [plan] * 24
         report = run.session.report()
-        assert (report.stage, report.program, report.programs, report.replans) == ("stable", 0, 2, 1)
+        assert (report.programs, report.replans) == (2, 2)
+        assert run.plans[-4][0] is not plan[0], "its steps are expected, and run under its own plan"
 
 
-def test_recurring_program_that_finally_stays_gets_its_own_plan() -> None:
+def test_known_program_keeps_its_plan_while_another_stays() -> None:
     with led(warmup_steps=2) as run:
         run.reach_stable(6)
         plan = settings(run.session)
         run.step(9)
         run.step(6, times=3)
-        run.step(9, times=3)
         assert run.session.stage is STABLE and settings(run.session) == plan
         run.reach_stable(9)
-        run.step(9, times=2)
-        assert run.session.stage is WARM_UP and is_safest(run.session)
-        run.reach_stable(9)
-        assert run.session.report().replans == 2
+        run.step(9, times=3)
+        assert run.session.report().replans == 2 and settings(run.session) != plan
         run.step(6, times=2)
         assert settings(run.session) == plan
 
 
-def test_recurring_program_borrows_a_plan_until_it_stays_long_enough() -> None:
-    with led(warmup_steps=1, policy_steps=3) as run:
+def test_larger_inputs_of_an_unknown_program_run_at_the_safest_setting() -> None:
+    with led(warmup_steps=2) as run:
         run.reach_stable(6)
-        plan = settings(run.session)
-        run.step(9)
-        run.step(6)
-        run.step(9, times=6)
-        assert run.session.stage is STABLE and settings(run.session) == plan
-        run.step(9, times=1)
-        assert run.session.stage is WARM_UP
+        plan, seen = settings(run.session), []
+        run.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(settings(run.session) == plan))
+        for length in (6, 5, 9, 6):
+            run.step(length)
+        assert seen == [True, True, False, True], "a smaller step fits under the plan in force"
+
+
+@pytest.mark.parametrize("pattern", ["AB", "AAB", "AAAB", "ABC"])
+def test_programs_that_take_turns_each_run_under_their_own_plan(pattern: str, plans_by_alpha: None) -> None:
+    lengths = {"A": 6, "B": 9, "C": 5}
+    with led(policy_steps=3, warmup_steps=1) as run:
+        seen = []
+        run.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(settings(run.session)))
+        for kind in pattern * (32 // len(pattern) + 6):
+            run.step(lengths[kind])
+        assert run.session.report().replans == len(set(pattern))
+        latest = dict(zip(pattern * (len(seen) // len(pattern)), seen, strict=True))
+        for kind in latest:
+            of_kind = [each for own, each in zip(itertools.cycle(pattern), seen, strict=False) if own == kind]
+            assert of_kind[0] != of_kind[-1]
+            # two steps of warm-up, one observed, three tried: from then on each step runs under the best
+            assert of_kind[6:] == [latest[kind]] * len(of_kind[6:])
+        assert len({str(each) for each in latest.values()}) == len(set(pattern))
 
 
 def test_rank_follows_a_change_that_only_another_rank_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +235,7 @@ def test_rank_follows_a_change_that_only_another_rank_sees(monkeypatch: pytest.M
         run.reach_stable()
         monkeypatch.setattr(run.session._attached.boundary.adjuster._ranks, "vote", lambda mask: lambda: mask & ~0b1)
         run.step(times=4)
-        assert run.stages[-4:] == [STABLE, WARM_UP, GEN_POLICY, STABLE]
+        assert run.stages[-4:] == [STABLE, GEN_POLICY, STABLE, STABLE]
         assert "another rank" in run.session.history[2][3] and run.session.report().program == 1
 
 
@@ -288,26 +314,35 @@ def test_history_has_step_stage_program_and_reason() -> None:
 
 
 def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adjuster_module, "LONGEST_HISTORY", 5)
+    monkeypatch.setattr(history_module, "LONGEST_HISTORY", 5)
     with led() as run:
         for step in range(12):
             run.step(6 + step)
-        assert [step for step, *_ in run.session.history] == [8, 9, 10, 11, 12]
+        assert [step for step, *_ in run.session.history] == [10, 11, 11, 12, 12], "each is met, and then observed"
 
 
-@pytest.mark.parametrize("programs", [2, 40])
-def test_steps_that_always_change_get_one_plan_that_keeps_nothing(
+@pytest.mark.parametrize("programs", [40, 1000])
+def test_programs_that_never_repeat_get_one_plan_that_keeps_nothing(
     programs: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memplug.tokenwise.budgets.DeviceBudget.room_bytes", lambda *args: 1 << 30)
     caplog.set_level(logging.INFO, "memplug")
     with led(layers=1, warmup_steps=1) as run:
-        for step in range(45):
+        for step in range(HORIZON_STEPS + 4):
             run.step(operators=[step % programs] * 50)
         assert run.session.stage is STABLE and run.session.report().replans == 1
         assert run.session.solution.device_bytes == 0, "a later step may be larger than the observed one"
         (warning,) = logged(caplog, logging.WARNING)
-        assert "step 21" in warning and "length_tolerance" in warning
+        assert f"step {HORIZON_STEPS}" in warning and "length_tolerance" in warning
+
+
+def test_programs_that_repeat_too_rarely_for_a_plan_get_one_plan_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    with led(layers=1, warmup_steps=5) as run:
+        for step in range(6 * HORIZON_STEPS + 8):
+            run.step(operators=[step // 2 % 100] * 50)  # each twice, and then 100 steps later
+        assert run.session.stage is STABLE and run.session.report().replans == 1
+        (warning,) = logged(caplog, logging.WARNING)
+        assert f"step {6 * HORIZON_STEPS}" in warning
 
 
 def test_endless_new_programs_between_known_ones_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,10 +9,10 @@ import pytest
 from memplug.session.table import TABLE, Stage, StepOutcome, after
 
 ALGORITHM_1 = """
-    stage       steady      settled     known       changed
-    warm-up     warm-up     gen-policy  stable      warm-up
-    gen-policy  gen-policy  stable      stable      warm-up
-    stable      stable      stable      stable      warm-up
+    stage       steady      settled     short
+    warm-up     warm-up     gen-policy  warm-up
+    gen-policy  gen-policy  stable      warm-up
+    stable      stable      stable      warm-up
 """
 HEAD, *ROWS = (line.split() for line in ALGORITHM_1.strip().splitlines())
 EXPECTED = {

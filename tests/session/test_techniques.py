@@ -173,17 +173,19 @@ def test_new_technique_needs_only_a_room_a_section_and_an_entry(folder: Path) ->
     (first, second), _ = trained(folder, runs=2, toy={"enabled": True})
     calls = [tuple(call) for call in first["calls"][: first["attached"]]]
     verbs = [verb for verb, _ in calls]
-    assert verbs == ["propose", "install", "withdraw", "propose", "install", "install"], "each program proposed once"
-    assert calls[0][1] == calls[1][1] == calls[5][1] > 0, "the first program's part is in force again"
+    assert verbs[:3] == ["propose", "install", "withdraw"]
+    proposed = [asked for verb, asked in calls if verb == "propose"]
+    assert len(set(proposed)) == len(proposed) == 2 and min(proposed) > 0, "each program proposed once"
+    assert calls[1] == calls[-1] == ("install", proposed[0]), "the first program's part is in force again"
     assert first["calls"][-1] == ["withdraw", 0], "detached"
     assert first["states"][11] == first["states"][21] == "serving", "the arena follows it"
     assert first["reports"][0] == "waiting" and first["reports"][11] == first["reports"][21] == "summing"
 
     kept = [json.loads(file.read_text()) for file in (folder / "plans").glob("*.json")]
-    assert sorted(plan["parts"]["toy"]["asked_bytes"] for plan in kept) == sorted([calls[1][1], calls[4][1]])
+    assert sorted(plan["parts"]["toy"]["asked_bytes"] for plan in kept) == sorted(proposed)
 
     assert second["losses"] == first["losses"]
-    assert [verb for verb, _ in second["calls"][: second["attached"]]] == ["install"] * 3, "nothing is proposed again"
+    assert {verb for verb, _ in second["calls"][: second["attached"]]} == {"install"}, "nothing is proposed again"
     assert set(second["states"]) == {"serving"}
 
 

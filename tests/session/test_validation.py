@@ -106,7 +106,7 @@ def trials(validate: bool, monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
                     model(torch.randn(512, 64, 16))
                 clock.now += 1.0
             model(torch.randn(2, 6, 16)).backward()
-            search = session._attached.agreed._search
+            search = session._attached.agreed._work.search
             session.step()
         return search._trials
 

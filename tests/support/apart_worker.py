@@ -14,10 +14,12 @@ Started by a launcher: `torchrun --nproc-per-node 3 -m tests.support.apart_worke
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -34,6 +36,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.turns import kinds_of
 
 Case = dict[str, Any]
 BATCHES = 9  # number of rank 0's batches in an epoch
@@ -90,9 +94,9 @@ class Training:
         attached = getattr(self.session, "_attached", None)
         return attached.regions if attached is not None else []
 
-    def step(self) -> None:
+    def step(self, rows: int = 4) -> None:
         batch = torch.Generator().manual_seed(1000 * dist.get_rank() + len(self.losses))
-        loss = self.model(torch.randn(4, 32, generator=batch).to(self.device)).square().mean()
+        loss = self.model(torch.randn(rows, 32, generator=batch).to(self.device)).square().mean()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -204,6 +208,34 @@ def dies(case: Case) -> Case:
             os._exit(0)
         training.step()
     return {**training.result(), "seconds": time.monotonic() - began}
+
+
+def turns(case: Case) -> Case:
+    """Train on batches of kinds that take turns, by this rank's entry in "patterns"; see also `storeless` ("talks")."""
+    model = nn.Sequential(*map(Talking, model_of(case))) if case["talks"] else None
+    start = {name: value.clone() for name, value in model.state_dict().items()} if model is not None else {}
+    own: dict[str, list[tuple[bool, float]]] = collections.defaultdict(list)
+    found: Case = {}
+
+    def make(block: dict[str, Any] | None) -> Training:
+        if model is not None:
+            model.load_state_dict(start)
+        return Training(case, wrapped(case) if model is None else model, block)
+
+    def train(training: Training) -> None:
+        attached = getattr(training.session, "_attached", None)
+        for kind in itertools.islice(kinds_of(case["patterns"][dist.get_rank()], seed=3), case["steps"]):
+            training.step({"A": 4, "B": 6, "C": 9}[kind])
+            if attached is not None:
+                step = attached.boundary.followers.find("arena").step
+                asked = step.from_arena + step.fallback
+                own[kind].append(step.planned / asked if asked else 0.0)
+        if attached is not None:
+            report = training.session.report()
+            found["history"] = [(step, stage.value, index) for step, stage, index, _ in training.session.history]
+            found["programs"], found["served"] = report.programs, own
+
+    return {**twice(case, make, train), **found}
 
 
 class Talking(nn.Module):

@@ -61,6 +61,9 @@ class Played:
         """Record the call."""
         self.watches.append(on)
 
+    def forget(self) -> None:
+        """Forget places; there are none."""
+
     def begin(self, detail: Detail) -> None:
         """Begin a recording; operators that never ran make no requests."""
         self.recording = True

@@ -139,7 +139,7 @@ def test_programs_are_distinguished_while_regions_are_plain() -> None:
         assert session.report().programs == 2
         while session.stage is not Stage.STABLE:
             training.step(tokens=3)
-        assert [training.step(tokens) for tokens in (6, 6, 3, 6, 6)] == [4, 4, 0, 0, 0], "ranks agree one step later"
+        assert [training.step(tokens) for tokens in (6, 6, 3, 6, 6)] == [0] * 5, "each step is known by its inputs"
 
 
 class Branches(Block):

@@ -23,8 +23,12 @@ from tests.support.blocks import LAYERS, Stack, assert_same, gradients, twin
 MIB = 1 << 20
 
 
-def decisions(kept_bytes: int, peak_bytes: int | None = 1000) -> SimpleNamespace:
-    return SimpleNamespace(peak_bytes=peak_bytes, solution=SimpleNamespace(device_bytes=kept_bytes))
+class Planned(SimpleNamespace):
+    """Decisions; unlike their base class they allow weak references."""
+
+
+def decisions(kept_bytes: int, peak_bytes: int | None = 1000) -> Planned:
+    return Planned(peak_bytes=peak_bytes, solution=SimpleNamespace(device_bytes=kept_bytes))
 
 
 class Counted(DeviceMemory):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from memplug.session.session import Session
 from memplug.session.table import Stage
+from memplug.tokenwise.planning import StepObserver
 from memplug.tokenwise.search import Trial, choose
 from tests.support.stepping import Led, led, plans_by_alpha
 
@@ -186,4 +188,5 @@ def test_tapes_of_the_observed_step_are_released() -> None:
     with led() as run:
         run.reach_stable()
         assert run.session.stage is Stage.STABLE
-        assert run.session._attached.agreed.observer.tapes == {}
+        gc.collect()
+        assert not [each for each in gc.get_objects() if isinstance(each, StepObserver) and each.tapes]

@@ -40,7 +40,7 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     if (lasting || row->kept >= 0) { // a block that outlives the step must not occupy reusable space
       return leave_lasting();
     }
-    kind = kind_of(static_cast<int32_t>(row - rows_.data()));
+    kind = kind_of(static_cast<int32_t>(row - now_.rows.data()));
     found = row->spare >= 0 ? take_reusable(row->spare, kind, nbytes, stream) : nullptr;
     found = found == nullptr && annex_ != nullptr ? take_annex(kind, nbytes, stream) : found;
   } else if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
@@ -79,8 +79,8 @@ void Arena::elsewhere(size_t nbytes) {
 Arena::Spot* Arena::spot_of(int32_t phase, int32_t layer) {
   const uint64_t key = key_of(phase, layer);
   if (key != last_place_ || last_spot_ == nullptr) {
-    const auto found = spots_.find(key);
-    if (found == spots_.end()) {
+    const auto found = now_.spots.find(key);
+    if (found == now_.spots.end()) {
       return nullptr;
     }
     last_place_ = key;
@@ -102,7 +102,7 @@ Arena::Spot* Arena::spot_of(int32_t phase, int32_t layer) {
 void Arena::scale(Spot& spot) {
   const auto [version, sizes] = input_sizes(spot.micro_batch);
   std::vector<int64_t> values;
-  for (const std::vector<int32_t>& term : plan_.terms) {
+  for (const std::vector<int32_t>& term : now_.plan.terms) {
     int64_t value = 1;
     for (const int32_t dimension : term) {
       value *= static_cast<size_t>(dimension) < sizes.size() ? sizes[dimension] : 0;
@@ -111,7 +111,7 @@ void Arena::scale(Spot& spot) {
   }
   const int64_t margin = checks_ ? BLOCK_BYTES : 0;
   for (int32_t at = spot.begin; at < spot.end; ++at) {
-    Row& row = rows_[at];
+    Row& row = now_.rows[at];
     row.size = row.term > CONSTANT ? in_blocks(row.base + row.factor * values[row.term]) + margin : row.size;
   }
   spot.version = version;
@@ -122,14 +122,14 @@ void Arena::scale(Spot& spot) {
 // request that does not come is skipped.
 Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   const auto fits = [&](int32_t at) {
-    const Row& row = rows_[at];
+    const Row& row = now_.rows[at];
     const bool is_size = row.term == BOUNDED ? at == spot.next && size <= row.most : row.size == size && size <= row.most;
     return is_size && row.served_in != step_ && is_stream(row.stream, stream);
   };
   const auto take = [&](int32_t at) {
     spot.next = at + 1;
-    rows_[at].served_in = step_;
-    return &rows_[at];
+    now_.rows[at].served_in = step_;
+    return &now_.rows[at];
   };
   const int32_t expected = spot.next;
   for (int32_t at = expected; at < std::min(spot.end, expected + LOOK_AROUND); ++at) {
@@ -148,27 +148,27 @@ Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
 // Returns whether `stream` is the plan's stream `number`. A number is bound to the first stream that is compared with
 // it, unless that stream is bound to another number already.
 bool Arena::is_stream(int32_t number, Stream stream) {
-  if (streams_[number].first) {
-    return streams_[number].second == stream;
+  if (now_.streams[number].first) {
+    return now_.streams[number].second == stream;
   }
-  for (const auto& [known, handle] : streams_) {
+  for (const auto& [known, handle] : now_.streams) {
     if (known && handle == stream) {
       return false;
     }
   }
-  streams_[number] = {true, stream};
+  now_.streams[number] = {true, stream};
   return true;
 }
 
 // Returns whether this is the plan's only stream.
 bool Arena::is_only_stream(Stream stream) const {
-  return streams_.size() == 1 && streams_[0].first && streams_[0].second == stream;
+  return now_.streams.size() == 1 && now_.streams[0].first && now_.streams[0].second == stream;
 }
 
 bool Arena::is_free(const Row& row) {
-  const int64_t late = planned_.reaching(row.end, row.offset);
+  const int64_t late = now_.planned.reaching(row.end, row.offset);
   if (late >= 0) {
-    late_.emplace(planned_[late].row, static_cast<int32_t>(&row - rows_.data()));
+    now_.late.emplace(now_.planned[late].row, static_cast<int32_t>(&row - now_.rows.data()));
     return false;
   }
   return reused_->holes.are_free(row.offset, row.offset + row.most);
@@ -180,20 +180,20 @@ void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
   }
   char* const begin = reused_->begin + row.offset;
   const bool wanted = hand_out(begin, row.most, nbytes, stream, row.crosses);
-  const auto number = static_cast<int32_t>(&row - rows_.data());
-  planned_.add(row.start, {row.offset + row.most, static_cast<int64_t>(nbytes), stream, number, wanted});
+  const auto number = static_cast<int32_t>(&row - now_.rows.data());
+  now_.planned.add(row.start, {row.offset + row.most, static_cast<int64_t>(nbytes), stream, number, wanted});
   ++reused_->live;
   return begin;
 }
 
 void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
-  if (static_cast<size_t>(row.kept) >= slots_of_.size()) {
+  if (static_cast<size_t>(row.kept) >= now_.slots_of.size()) {
     return nullptr;
   }
-  for (const int32_t slot : slots_of_[row.kept]) {
-    if (slots_[slot].held == 0) {
-      slots_[slot].held = 1;
-      char* const begin = kept_->begin + slots_[slot].offset;
+  for (const int32_t slot : now_.slots_of[row.kept]) {
+    if (now_.slots[slot].held == 0) {
+      now_.slots[slot].held = 1;
+      char* const begin = kept_->begin + now_.slots[slot].offset;
       const bool wanted = hand_out(begin, row.most, nbytes, stream, 0);
       kept_blocks_[begin] = {begin + row.most, static_cast<int64_t>(nbytes), stream, slot, slot + 1, wanted, step_};
       ++kept_->live;
@@ -204,8 +204,8 @@ void* Arena::take_kept(Row& row, size_t nbytes, Stream stream) {
 }
 
 bool Arena::hand_out(char* begin, int64_t size, size_t nbytes, Stream stream, uint64_t crosses) {
-  for (size_t number = 0; crosses != 0 && number < streams_.size(); ++number) {
-    const auto& [known, other] = streams_[number];
+  for (size_t number = 0; crosses != 0 && number < now_.streams.size(); ++number) {
+    const auto& [known, other] = now_.streams[number];
     if ((crosses >> number & 1) != 0 && known && other != stream) {
       const Event event = device_.record(other);
       device_.wait(stream, event);
@@ -237,9 +237,9 @@ bool Arena::give_back(void* pointer) {
       return false;
     }
     char* const begin = static_cast<char*>(pointer);
-    if (const int64_t number = part == reused_ ? planned_.in_use_at(begin - part->begin) : -1; number >= 0) {
-      const PlannedBlock& block = planned_[number];
-      planned_.remove(number);
+    if (const int64_t number = part == reused_ ? now_.planned.in_use_at(begin - part->begin) : -1; number >= 0) {
+      const PlannedBlock& block = now_.planned[number];
+      now_.planned.remove(number);
       take_in(*part, begin, part->begin + block.end, block.nbytes, block.stream, block.wanted, true);
     } else if (const Other* const other = others_.find(begin); other != nullptr) {
       part->holes.give_back(begin - part->begin, other->end - part->begin);
@@ -250,7 +250,7 @@ bool Arena::give_back(void* pointer) {
       const KeptBlock block = kept->second;
       kept_blocks_.erase(kept);
       for (int32_t slot = block.slot; slot < block.slots_end; ++slot) {
-        --slots_[slot].held;
+        --now_.slots[slot].held;
       }
       take_in(*part, begin, block.end, block.nbytes, block.stream, block.wanted, block.slot < block.slots_end);
     } else {
@@ -309,7 +309,7 @@ Arena::Reservation* Arena::part_of(const void* pointer) const {
 
 std::vector<std::pair<int32_t, int32_t>> Arena::late() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {late_.begin(), late_.end()};
+  return {now_.late.begin(), now_.late.end()};
 }
 
 ArenaCounters Arena::counters() const {

@@ -126,10 +126,19 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
   ~Arena(); // all blocks must have been freed
 
-  // Serves requests by this plan from now on. Throws if `ArenaDevice::reserve` throws; the arena then serves nothing.
-  void load(ArenaPlan plan);
+  // Serves requests by this plan from now on. Earlier plans stay loaded, for `turn`: all share memory that is as large
+  // as the largest plan needs. A plan that was loaded under the same number is replaced. Throws if
+  // `ArenaDevice::reserve` throws; the arena then serves nothing, and no plan is loaded.
+  void load(ArenaPlan plan, int64_t number = 0);
 
-  // Stops serving. Blocks in use stay valid until they are freed.
+  // Serves requests by the plan of this number from now on. Neither waits for the device nor reserves memory, so it may
+  // be called within a step too. Returns false, with nothing changed, if no such plan is loaded.
+  bool turn(int64_t number);
+
+  // Forgets a plan that requests are not served by.
+  void unload(int64_t number);
+
+  // Stops serving, and forgets all plans. Blocks in use stay valid until they are freed.
   void close();
 
   // Begins a step: each place expects its first request. Blocks of the reused part and the annex that are still in use
@@ -223,8 +232,8 @@ class Arena {
     int64_t most; // bytes that it has in the plan
     int64_t offset;
     uint64_t crosses;
-    int32_t start; // number of its offset in `planned_`; -1: kept
-    int32_t end; // number in `planned_` of the first offset at or behind its end; -1: kept
+    int32_t start; // number of its offset in `Loaded::planned`; -1: kept
+    int32_t end; // number in `Loaded::planned` of the first offset at or behind its end; -1: kept
     int32_t stream;
     int32_t kept;
     int32_t spare;
@@ -235,7 +244,7 @@ class Arena {
     const LeftoverHistory* mark = nullptr; // null: no block of this request has outlived its step
   };
   struct Spot { // one place of the program
-    int32_t begin = 0, end = 0, next = 0; // indices into `rows_`; `next` is the row expected next
+    int32_t begin = 0, end = 0, next = 0; // indices into `Loaded::rows`; `next` is the row expected next
     int32_t dynamic_begin = 0, dynamic_end = 0, dynamic_next = 0;
     uint32_t step = 0;
     int32_t micro_batch = -1;
@@ -244,13 +253,13 @@ class Arena {
   };
   struct UnknownRequest { // a request of the main stream that the plan does not have
     const Spot* spot;
-    int32_t expected; // index into `rows_`
+    int32_t expected; // index into `Loaded::rows`
     int64_t size;
   };
   struct SearchedSpace { // one byte range of a group, in the reused part
     int64_t begin;
     int64_t end;
-    int32_t first, last; // numbers in `planned_`: the offsets in the range are [first, last)
+    int32_t first, last; // numbers in `Loaded::planned`: the offsets in the range are [first, last)
   };
   struct Other { // a block elsewhere in the reused part or in the annex
     char* end;
@@ -275,6 +284,23 @@ class Arena {
     int64_t end;
     int32_t held = 0; // number of blocks in use that overlap the slot
   };
+  struct Loaded { // a plan, and all that changes with it
+    int64_t number = NO_PLAN;
+    ArenaPlan plan;
+    std::vector<Row> rows;
+    std::unordered_map<uint64_t, Spot> spots;
+    std::vector<int64_t> class_bytes; // by slot class: size of its slots
+    std::vector<std::vector<int32_t>> slots_of; // by slot class: indices of its slots
+    std::vector<LoadedSlot> slots;
+    std::vector<std::vector<SearchedSpace>> spaces_of; // by group
+    // by the plan's stream number: whether the stream is known yet, and the stream
+    std::vector<std::pair<bool, Stream>> streams;
+    PlannedBlocks planned; // blocks in use at their planned offsets
+    std::set<std::pair<int32_t, int32_t>> late;
+    std::vector<UnknownRequest> unknown; // of this step
+    uint64_t marked = 0; // `marks_changed_` when the marks of the rows were last set
+  };
+  static constexpr int64_t NO_PLAN = -1;
   static constexpr int FREED = 0xFF; // the byte that fills freed memory: NaN in every floating-point type
   // `RequestKind::number` of an unplanned request, and of all unplanned requests of a place together
   static constexpr int32_t NO_ROW = -1, ANY_SIZE = -2;
@@ -284,11 +310,13 @@ class Arena {
   }
 
   void stop();
+  void park();
+  void resume(Loaded& loaded);
+  bool has_right_size(const Reservation* part, int64_t wanted) const;
   void retire(); // marks all reserved memory as retired, which is released once no block is in it
   std::vector<std::unique_ptr<Reservation>> take_empty();
   void release(std::vector<std::unique_ptr<Reservation>> parts);
   void move_planned();
-  void keep_live_blocks();
   void build();
   void build_spots();
   void build_slots();
@@ -338,29 +366,21 @@ class Arena {
   mutable std::mutex mutex_;
   bool open_ = false;
   uint32_t step_ = 1;
-  ArenaPlan plan_;
+  Loaded now_; // the plan that requests are served by
+  std::map<int64_t, Loaded> parked_; // all other plans that are loaded, by number
   std::vector<std::unique_ptr<Reservation>> parts_;
   Reservation* reused_ = nullptr;
   Reservation* kept_ = nullptr;
   Reservation* annex_ = nullptr;
 
-  std::vector<Row> rows_;
-  std::unordered_map<uint64_t, Spot> spots_;
   uint64_t last_place_ = 0;
   Spot* last_spot_ = nullptr;
-  std::vector<std::vector<int32_t>> slots_of_; // by slot class: indices of its slots
-  std::vector<LoadedSlot> slots_;
-  std::vector<std::vector<SearchedSpace>> spaces_of_; // by group
-  // by the plan's stream number: whether the stream is known yet, and the stream
-  std::vector<std::pair<bool, Stream>> streams_;
 
-  PlannedBlocks planned_; // blocks in use at their planned offsets
   BlockTable<Other> others_;
   std::map<char*, KeptBlock> kept_blocks_;
   std::unordered_map<RequestKind, LeftoverHistory, RequestKindHash> marks_;
+  uint64_t marks_changed_ = 0; // counts changes of the keys of `marks_` that planned requests may have
   PendingUses pending_;
-  std::set<std::pair<int32_t, int32_t>> late_;
-  std::vector<UnknownRequest> unknown_; // of this step
   ArenaCounters counters_;
 };
 

@@ -30,6 +30,7 @@ ArenaDevice& device_of(const std::string& type, int index) {
 }
 
 void load_arena(
+    int64_t number,
     const py::bytes& requests,
     const py::bytes& slots,
     const py::bytes& dynamic,
@@ -54,7 +55,7 @@ void load_arena(
       kept_bytes,
       streams};
   const py::gil_scoped_release released; // reserving memory may take long
-  the_arena()->load(std::move(plan));
+  the_arena()->load(std::move(plan), number);
 }
 
 void add_counters(py::module_& module) {
@@ -76,6 +77,8 @@ void add_arenas(py::module_& module) {
     open_arena(device_of(type, index), checks).forget_leftovers();
   });
   module.def("load_arena", &load_arena);
+  module.def("turn_arena", [](int64_t number) { return the_arena()->turn(number); });
+  module.def("unload_arena", [](int64_t number) { the_arena()->unload(number); });
   module.def("close_arena", [] {
     const py::gil_scoped_release released;
     the_arena()->close();

@@ -25,9 +25,9 @@ constexpr size_t MANY_MARKS = 4096;
 } // namespace
 
 Arena::RequestKind Arena::kind_of(int32_t row) const {
-  const PlannedRequest& request = plan_.requests[row];
+  const PlannedRequest& request = now_.plan.requests[row];
   const uint64_t place = key_of(request.phase, request.layer);
-  return {place, request.size, request.stream, row - spots_.at(place).begin};
+  return {place, request.size, request.stream, row - now_.spots.at(place).begin};
 }
 
 bool Arena::lasts(const RequestKind& kind) const {
@@ -43,23 +43,21 @@ bool Arena::lasts(const RequestKind& kind) const {
 }
 
 void Arena::mark_rows() {
-  if (marks_.empty()) {
-    return;
-  }
-  for (size_t row = 0; row < rows_.size(); ++row) {
-    const auto found = marks_.find(kind_of(static_cast<int32_t>(row)));
-    rows_[row].mark = found != marks_.end() ? &found->second : nullptr;
+  now_.marked = marks_changed_;
+  for (size_t row = 0; row < now_.rows.size(); ++row) {
+    const auto found = marks_.empty() ? marks_.end() : marks_.find(kind_of(static_cast<int32_t>(row)));
+    now_.rows[row].mark = found != marks_.end() ? &found->second : nullptr;
   }
 }
 
-// Moves blocks at planned offsets from `planned_` to `others_`.
+// Moves blocks at planned offsets from `now_.planned` to `others_`.
 void Arena::move_planned() {
-  for (int64_t number = planned_.next(0); number >= 0; number = planned_.next(number + 1)) {
-    const PlannedBlock& block = planned_[number];
+  for (int64_t number = now_.planned.next(0); number >= 0; number = now_.planned.next(number + 1)) {
+    const PlannedBlock& block = now_.planned[number];
     add_other(
-        reused_->begin + planned_.offset(number),
+        reused_->begin + now_.planned.offset(number),
         {reused_->begin + block.end, block.nbytes, block.stream, reused_, kind_of(block.row), block.wanted});
-    planned_.remove(number);
+    now_.planned.remove(number);
   }
 }
 
@@ -79,14 +77,16 @@ void Arena::note_leftovers() {
 
 void Arena::note_leftover(const Other& other) {
   const RequestKind& kind = other.kind;
+  const size_t known = marks_.size();
   LeftoverHistory& mark = marks_[kind];
+  marks_changed_ += marks_.size() != known && kind.number != NO_ROW;
   ++mark.held;
   if (kind.number == NO_ROW) {
     ++marks_[{kind.place, 0, 0, ANY_SIZE}].held;
-  } else if (const auto spot = spots_.find(kind.place); spot != spots_.end()) {
+  } else if (const auto spot = now_.spots.find(kind.place); spot != now_.spots.end()) {
     const int32_t row = spot->second.begin + kind.number;
     if (row < spot->second.end && kind_of(row) == kind) {
-      rows_[row].mark = &mark;
+      now_.rows[row].mark = &mark;
     }
   }
 }
@@ -115,17 +115,18 @@ void Arena::note_end(const Other& other) {
 
 void Arena::forget_leftovers() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (Row& row : rows_) {
+  for (Row& row : now_.rows) {
     row.mark = nullptr;
   }
   marks_.clear();
+  ++marks_changed_;
   others_.for_each([](char*, Other& other) { other.counted = false; });
 }
 
 void Arena::forget_wanted() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (int64_t number = planned_.next(0); number >= 0; number = planned_.next(number + 1)) {
-    planned_[number].wanted = false;
+  for (int64_t number = now_.planned.next(0); number >= 0; number = now_.planned.next(number + 1)) {
+    now_.planned[number].wanted = false;
   }
   others_.for_each([](char*, Other& other) { other.wanted = false; });
   for (auto& [begin, kept] : kept_blocks_) {

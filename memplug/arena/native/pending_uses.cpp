@@ -44,6 +44,10 @@ void PendingUses::end_block(char* begin, char* end, Stream stream, bool alone, b
   }
 }
 
+void PendingUses::add(char* begin, char* end, Stream stream) {
+  pending_.push_back({begin, end, stream, device_.record(stream)});
+}
+
 void PendingUses::order(char* begin, char* end, Stream stream) {
   for (const PendingUse& pending : pending_) {
     if (pending.begin < end && begin < pending.end && pending.stream != stream) {

@@ -28,6 +28,9 @@ class PendingUses {
   // block.
   void end_block(char* begin, char* end, Stream stream, bool alone, bool waits);
 
+  // Notes that work that is queued on this stream may use these bytes.
+  void add(char* begin, char* end, Stream stream);
+
   // Makes the stream wait for pending uses of these bytes by other streams.
   void order(char* begin, char* end, Stream stream);
 

@@ -12,8 +12,8 @@ constexpr int32_t MOST_ABSENT = 32; // planned requests to search for one that h
 } // namespace
 
 void Arena::note_unknown(const Spot& spot, int64_t size, Stream stream) {
-  if (unknown_.size() < MOST_UNKNOWN && is_stream(0, stream)) {
-    unknown_.push_back({&spot, spot.next, size});
+  if (now_.unknown.size() < MOST_UNKNOWN && is_stream(0, stream)) {
+    now_.unknown.push_back({&spot, spot.next, size});
   }
 }
 
@@ -21,7 +21,7 @@ std::vector<std::pair<int32_t, int64_t>> Arena::resized() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::set<int32_t> taken;
   const auto is_absent = [&](int32_t at) {
-    const Row& row = rows_[at];
+    const Row& row = now_.rows[at];
     return row.served_in != step_ && row.kept < 0 && row.stream == 0 && taken.count(at) == 0;
   };
   // The nearest one from the expected request on, else before it.
@@ -40,7 +40,7 @@ std::vector<std::pair<int32_t, int64_t>> Arena::resized() const {
     return -1;
   };
   std::vector<std::pair<int32_t, int64_t>> found;
-  for (const UnknownRequest& unknown : unknown_) {
+  for (const UnknownRequest& unknown : now_.unknown) {
     if (const int32_t at = absent(unknown); at >= 0) {
       taken.insert(at);
       found.emplace_back(at, unknown.size);

@@ -10,31 +10,31 @@
 namespace memplug {
 
 Arena::SearchedSpace Arena::space_of(int64_t begin, int64_t end) const {
-  return {begin, end, planned_.number_from(begin), planned_.number_from(end)};
+  return {begin, end, now_.planned.number_from(begin), now_.planned.number_from(end)};
 }
 
 bool Arena::has_planned(const SearchedSpace& space) const {
-  const int64_t next = planned_.next(space.first);
-  return (next >= 0 && next < space.last) || planned_.reaching(space.first, space.begin) >= 0;
+  const int64_t next = now_.planned.next(space.first);
+  return (next >= 0 && next < space.last) || now_.planned.reaching(space.first, space.begin) >= 0;
 }
 
 // Returns the first planned block in use that overlaps [begin, end), clipped to begin at `begin` or later; an empty
 // stretch at `end` if there is none.
 Stretch Arena::first_planned(int64_t begin, int64_t end) const {
-  const int64_t above = planned_.number_from(begin + 1);
-  const int64_t reaching = planned_.reaching(above, begin);
-  const int64_t first = reaching >= 0 ? reaching : planned_.next(above);
-  if (first < 0 || planned_.offset(first) >= end) {
+  const int64_t above = now_.planned.number_from(begin + 1);
+  const int64_t reaching = now_.planned.reaching(above, begin);
+  const int64_t first = reaching >= 0 ? reaching : now_.planned.next(above);
+  if (first < 0 || now_.planned.offset(first) >= end) {
     return {end, end};
   }
-  return {std::max(planned_.offset(first), begin), planned_[first].end};
+  return {std::max(now_.planned.offset(first), begin), now_.planned[first].end};
 }
 
 // Returns the last planned block in use that overlaps [begin, end), clipped to end at `end` or earlier; an empty
 // stretch at `begin` if there is none.
 Stretch Arena::last_planned(int64_t begin, int64_t end) const {
-  const int64_t last = planned_.reaching(planned_.number_from(end), begin);
-  return last < 0 ? Stretch{begin, begin} : Stretch{planned_.offset(last), std::min(planned_[last].end, end)};
+  const int64_t last = now_.planned.reaching(now_.planned.number_from(end), begin);
+  return last < 0 ? Stretch{begin, begin} : Stretch{now_.planned.offset(last), std::min(now_.planned[last].end, end)};
 }
 
 // Returns the offset of the lowest `size` bytes of the space that are free now, or -1.
@@ -72,7 +72,7 @@ int64_t Arena::highest(const SearchedSpace& space, int64_t size) {
 }
 
 int64_t Arena::lowest_of(int32_t group, int64_t size) {
-  for (const SearchedSpace& space : spaces_of_[group]) {
+  for (const SearchedSpace& space : now_.spaces_of[group]) {
     if (const int64_t offset = lowest(space, size); offset >= 0) {
       return offset;
     }
@@ -81,7 +81,7 @@ int64_t Arena::lowest_of(int32_t group, int64_t size) {
 }
 
 int64_t Arena::highest_of(int32_t group, int64_t size, int64_t ceiling) {
-  const std::vector<SearchedSpace>& spaces = spaces_of_[group];
+  const std::vector<SearchedSpace>& spaces = now_.spaces_of[group];
   for (auto space = spaces.rbegin(); space != spaces.rend(); ++space) {
     SearchedSpace below = *space;
     below.end = std::min(below.end, ceiling);
@@ -94,21 +94,21 @@ int64_t Arena::highest_of(int32_t group, int64_t size, int64_t ceiling) {
 
 // Serves a dynamic request from the lowest free bytes of its group, or the highest ones below the group's ceiling.
 void* Arena::take_dynamic(Spot& spot, const RequestKind& kind, size_t nbytes, Stream stream) {
-  const int32_t group = plan_.dynamic[spot.dynamic_next].group;
+  const int32_t group = now_.plan.dynamic[spot.dynamic_next].group;
   spot.dynamic_next = std::min(spot.dynamic_next + 1, spot.dynamic_end - 1);
   if (group < 0 || !is_stream(0, stream)) {
     return nullptr;
   }
-  const int64_t ceiling = plan_.ceilings[group];
+  const int64_t ceiling = now_.plan.ceilings[group];
   int64_t offset = ceiling > 0 ? highest_of(group, kind.size, ceiling) : -1;
   offset = offset < 0 ? lowest_of(group, kind.size) : offset;
-  return offset < 0 ? nullptr : take_other(*reused_, offset, kind, nbytes, stream, plan_.crosses[group]);
+  return offset < 0 ? nullptr : take_other(*reused_, offset, kind, nbytes, stream, now_.plan.crosses[group]);
 }
 
 // Serves a request from the lowest free bytes of the group.
 void* Arena::take_reusable(int32_t group, const RequestKind& kind, size_t nbytes, Stream stream) {
   const int64_t offset = is_stream(0, stream) ? lowest_of(group, kind.size) : -1;
-  return offset < 0 ? nullptr : take_other(*reused_, offset, kind, nbytes, stream, plan_.crosses[group]);
+  return offset < 0 ? nullptr : take_other(*reused_, offset, kind, nbytes, stream, now_.plan.crosses[group]);
 }
 
 // Serves a request outside of the program, such as one of a validation or of data loading. Prefers the bytes that the
@@ -117,7 +117,7 @@ void* Arena::serve_reusable(const RequestKind& kind, size_t nbytes, Stream strea
   if (reused_ == nullptr || !is_stream(0, stream)) {
     return nullptr;
   }
-  for (const int32_t group : plan_.reusable) {
+  for (const int32_t group : now_.plan.reusable) {
     if (void* found = take_reusable(group, kind, nbytes, stream)) {
       return found;
     }

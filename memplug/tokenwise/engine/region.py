@@ -1,11 +1,20 @@
-"""A module that runs token-wise, with its setting and the findings of its forwards."""
+"""A module that runs token-wise, with its setting and the findings of its forwards, for each program of a session."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 from memplug.tokenwise.engine.core import core
 from memplug.tokenwise.plan.decisions import Setting
+
+
+class _Run(NamedTuple):
+    """How a region runs in one program: see the attributes of `Region`."""
+
+    native: Any
+    setting: Setting
+    key: str
 
 
 class Region:
@@ -20,6 +29,7 @@ class Region:
     Attributes:
         key: names the operators that the region ran when it was last observed, see `Setting.key`.
         setting: the decisions by which it runs from the next forward on.
+        program: the program that the next forward belongs to, see `turn`.
         partners: ranks that its units communicate with outside of torch's operators; None: unknown.
         unknown_state: the `memplug.tokenwise.engine.state.CallState` of a region with state that cannot be put back;
             else None.
@@ -32,6 +42,8 @@ class Region:
         self._opaque = ""
         self.unknown_state: Any = None
         self.partners: frozenset[int] | None = frozenset()
+        self.program: Hashable = None
+        self._runs: dict[Hashable, _Run] = {}  # by program, except the present one
         self.set(Setting(kind, rows, is_agreed=is_agreed))
 
     def set(self, setting: Setting) -> None:
@@ -47,6 +59,44 @@ class Region:
             native.offloads_late, native.asks = setting.learnt.offloads_late, setting.learnt.asks
             for index, name in setting.learnt.unneeded.items():
                 native.leave_out(index, name)
+
+    def turn(self, program: Hashable) -> None:
+        """Run from the next forward on as in the last forward of this program: by its setting, with its findings.
+
+        A program that has not run yet begins at the safest setting, with those findings of the present program that do
+        not depend on the setting.
+        """
+        if program == self.program:
+            return
+        self._runs[self.program] = _Run(self.native, self.setting, self.key)
+        known = self._runs.pop(program, None)
+        self.program = program
+        if known is not None:
+            self.native, self.setting, self.key = known
+            self.native.opaque = bool(self._opaque)
+            return
+        self.native = self.native.copy()
+        self.set(Setting(self.kind))
+
+    def forget(self, program: Hashable) -> None:
+        """Forget how the region ran in a program; if that is the present one, only its setting stays."""
+        self._runs.pop(program, None)
+
+    def communicates_in(self, program: Hashable, unless: bool = False) -> bool:
+        """Return whether the region's recompute passes launch collectives in this program, or may do so.
+
+        Args:
+            program: the program.
+            unless: True to answer False for a program that has not run yet.
+        """
+        native = self.native_in(program)
+        return native.communicates if native is not None else self.native.may_talk and not unless
+
+    def native_in(self, program: Hashable) -> Any:
+        """Return the region as the native core has it in this program; None if the program has not run yet."""
+        if program == self.program:
+            return self.native
+        return self._runs[program].native if program in self._runs else None
 
     @property
     def is_plain(self) -> bool:

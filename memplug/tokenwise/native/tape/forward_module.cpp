@@ -55,6 +55,7 @@ void add_flow(py::module_& module) {
   using Plan = std::map<size_t, std::tuple<std::string, double, bool>>;
   py::class_<Region, std::shared_ptr<Region>>(module, "Region")
       .def(py::init<std::string>())
+      .def("copy", &Region::copy)
       .def("plan", [](Region& region, const std::optional<Plan>& plan) {
         region.change([&](Setting& changed) {
           changed.unneeded.clear(); // under the new plan backward may ask for other captures

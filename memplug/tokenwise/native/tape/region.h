@@ -95,6 +95,16 @@ struct Region {
 
   explicit Region(std::string kind) : kind(std::move(kind)) {}
 
+  // Returns a region with the same findings, without findings that belong to the setting, and with no forward in flight.
+  std::shared_ptr<Region> copy() const {
+    auto copied = std::make_shared<Region>(*this);
+    copied->change([](Setting& changed) { changed.unneeded.clear(); });
+    copied->sent_bytes = copied->sending_bytes = copied->forwards = copied->live = copied->peak = 0;
+    copied->released = false;
+    copied->given_bytes.clear();
+    return copied;
+  }
+
   std::string kind; // name of the module's class
   std::shared_ptr<const Setting> setting = std::make_shared<Setting>();
   // fingerprint of the tape that the plan was made from; none if that forward was opaque

@@ -116,6 +116,7 @@ py::object Running::run(
     frame->begin();
     out = py::reinterpret_steal<py::object>(PyObject_Call(frame->call.ptr(), arguments.ptr(), keywords.ptr()));
     if (!out) {
+      ++flow->strayed;
       throw py::error_already_set();
     }
     frame->finish();

@@ -138,7 +138,8 @@ class Flow {
   int64_t input_bytes = 0, peak_input_bytes = 0;
   int64_t expected_bytes = 0; // bytes that the forwards so far should have offloaded by their plans
   int64_t unplanned = 0; // number of forwards of regions without `forward_bytes`
-  int64_t strayed = 0; // number of forwards whose tape differed from the one that their plan was made from
+  // number of forwards that raised an error, or whose tape differed from the one that their plan was made from
+  int64_t strayed = 0;
 
  private:
   // most tapes for one class of regions, since input shapes may alternate (training, validation)
