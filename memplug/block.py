@@ -119,8 +119,8 @@ class ProfilerConfig(Section):
     """How many plans are tried, each for one step, before the fastest is kept; with 0 the plan that is predicted to be
     the fastest is taken. A whole number of steps, 0 or more."""
     length_tolerance: Share = 0.05
-    """A step whose number of operators, or size of the regions' inputs, differs by more than this share is another
-    program. A number from 0 to 1, without unit."""
+    """A step whose number of operators differs by more than this share is another program. A step whose inputs exceed
+    those that a plan is made for by more than this share needs another plan. A number from 0 to 1, without unit."""
     wait_for_plans: Switch = False
     """true or false. With true, training waits while a plan is made, so that every run adopts it at the same step; with
     false, another process makes it while training goes on."""

@@ -150,5 +150,7 @@ class Shortfalls:
         A late block is freed later than in the recorded step, usually by another thread, such as one of a collective's
         back end.
         """
-        unknown = step.unplanned > MISMATCHED_SHARE * (step.from_arena + step.mismatched)
-        return self._arena.late() if step.occupied and not unknown else []
+        some = MISMATCHED_SHARE * (step.from_arena + step.mismatched)
+        large = step.fallback_bytes > MISSED_SHARE * (step.planned_bytes + step.fallback_bytes)
+        is_open = step.unplanned <= some and (large or step.occupied > some)
+        return self._arena.late() if step.occupied and is_open else []

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import numpy as np
 
 from memplug.arena import shared
 from memplug.arena.plan import auto
+from memplug.arena.plan.changed import with_longer
 from memplug.arena.plan.dynamic import Key, dynamic_peak_bytes, dynamic_spaces, renewed_spaces
 from memplug.arena.plan.from_trace import last_step, problem_of
 from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, Solution
 from memplug.arena.plan.rooms import with_rooms
 from memplug.arena.tables import MARGIN_BYTES, ArenaTables, tables_of
+from memplug.profile.scaling import Inputs
 from memplug.profile.trace import Trace
 from memplug.profile.varying import observed
 
@@ -24,7 +27,7 @@ PLANNING_BYTES_PER_S = 64 << 20  # arena bytes per second of planning: a small a
 
 
 def planned(
-    trace: Trace, others: Sequence[Trace], planner: str, checks: bool, folder: Path | None = None
+    trace: Trace, others: Sequence[Trace], planner: str, checks: bool, folder: Path | None = None, growth: float = 1.0
 ) -> tuple[AddressPlan, ArenaTables]:
     """Plan addresses for a recorded step.
 
@@ -34,6 +37,7 @@ def planned(
         planner: see `memplug.arena.plan.auto.plan`.
         checks: leave `MARGIN_BYTES` after each block.
         folder: a folder that the ranks share, see `memplug.arena.shared`; None: this process solves by itself.
+        growth: how much larger than the recorded step's inputs those of later steps may be, at least 1.
 
     Raises:
         LayoutError: no planner found a plan that the judge accepts.
@@ -43,6 +47,7 @@ def planned(
     # A validation's requests get reusable space instead of addresses, since the next step may have no validation.
     problem = problem_of(step, margin_bytes=margin, without_gradients=False)
     problem, hanging = with_rooms(problem, step, others, margin, _worth_s(problem, AMENDING_S))
+    problem = with_longer(problem, _grown(step, others, growth), margin) or problem
     solution = shared.solve_once(problem, planner, _worth_s(problem, auto.TIME_LIMIT_S), folder)
     plan = plan_with_spaces(step, problem, solution, hanging, others)
     return plan, tables_of(plan)
@@ -81,6 +86,15 @@ def amended(plan: AddressPlan, planner: str) -> tuple[AddressPlan, ArenaTables]:
     seen = plan.predictions
     renewed = address_plan(problem, solution, spaces, seen.dynamic_peak_bytes, seen.live_peak_bytes)
     return renewed, tables_of(renewed)
+
+
+def _grown(step: Trace, others: Sequence[Trace], growth: float) -> Inputs:
+    """Return the sizes of a step's inputs, of which those that differ in another step are larger."""
+    found = []
+    for micro_batch in zip(*(each.fingerprint.input_sizes for each in (step, *others)), strict=True):
+        dimensions = zip(*micro_batch, strict=True)  # of each, its size in the step and in the others
+        found.append(tuple(ceil(growth * sizes[0]) if len(set(sizes)) > 1 else sizes[0] for sizes in dimensions))
+    return tuple(found)
 
 
 def _live_peak_bytes(step: Trace) -> int:

@@ -268,6 +268,10 @@ class PlannedAddresses(Technique[Addresses]):
 
     # -- from run to run -----------------------------------------------------------------------------------------------
 
+    def scales(self, part: Addresses) -> bool:
+        """Return whether sizes of requests follow from those of the inputs: see `Technique`."""
+        return len(part.plan.problem.terms) > 1
+
     def kept(self, plan: MemoryPlan) -> Addresses | None:
         """Return the addresses of a plan on disk; None if it has none."""
         own = AddressPlan.of(plan)
@@ -284,19 +288,31 @@ class PlannedAddresses(Technique[Addresses]):
     # -- plans ---------------------------------------------------------------------------------------------------------
 
     def _departs(self) -> bool:
+        """Return whether several steps do not fit the plan, or one with inputs of sizes that were not recorded."""
+        work = self._work
         asked = self.step.from_arena + self.step.mismatched + self.step.dynamic_missed
         mismatched = self.step.mismatched > MISMATCHED_SHARE * asked
-        self._work.mismatched_steps = self._work.mismatched_steps + 1 if mismatched else 0
-        if self._work.mismatched_steps < MISMATCHED_STEPS or self._work.steps < self._work.patience:
+        work.mismatched_steps = work.mismatched_steps + 1 if mismatched else 0
+        if (
+            not (mismatched and self._has_unknown_sizes() or work.mismatched_steps >= MISMATCHED_STEPS)
+            or work.steps < work.patience
+        ):
             return False
-        self._work.patience = 2 * self._work.steps
-        self._work.mismatched_steps = 0
+        work.patience = 2 * work.steps
+        work.mismatched_steps = 0
         return True
+
+    def _has_unknown_sizes(self) -> bool:
+        """Return whether the step's inputs have other sizes than the recorded ones, and these were all alike."""
+        problem = self._work.serving.plan.problem
+        recorded = problem.fingerprint.input_sizes
+        seen = self._arena.inputs()[: len(recorded)]
+        return len(problem.terms) == 1 and seen != recorded and [*map(len, seen)] == [*map(len, recorded)]
 
     def _departure(self) -> str:
         step = self.step
         return (
-            f"{MISMATCHED_STEPS} steps in a row had requests that do not fit the plan; of "
+            "steps had requests that do not fit the plan; of "
             f"{step.from_arena + step.mismatched:,} requests in the last one, {step.unplanned:,} are not in the plan, "
             f"and {step.occupied:,} found their planned bytes in use"
         )
@@ -308,14 +324,16 @@ class PlannedAddresses(Technique[Addresses]):
         """
         self._work.recorded.append(trace)
         recorded = self._work.recorded
-        if len(recorded) < 2 or not (alike(*recorded[-2:]) or len(recorded) >= MOST_RECORDED_STEPS):
+        before = [*self._work.earlier, *recorded][:-1]
+        if not (before and alike(before[-1], trace)) and len(recorded) < MOST_RECORDED_STEPS:
             return None
         seen = [*self._work.earlier, *recorded][:-1]
         self._work.earlier, self._work.recorded = [*seen, trace][-MOST_RECORDED_STEPS:], []
         self._work.state, self._work.amending = ArenaState.PLANNING, collections.Counter()
         others = [other for other in seen if alike(other, trace)] or recorded[:-1]
         config = self._config
-        self._work.beside.begin(planning.planned, trace, others, config.planner, config.checks, self._folder)
+        how = config.planner, config.checks, self._folder, self.growth
+        self._work.beside.begin(planning.planned, trace, others, *how)
         return self._made()
 
     def _amend(self, shortfall: Shortfall, plan: AddressPlan) -> Addresses | None:

@@ -11,7 +11,7 @@ from memplug.errors import LayoutError
 from memplug.plans.values import read
 from memplug.profile.records import Fingerprint
 
-FORMAT = 11
+FORMAT = 12
 """Version of the files that `plan_file.save` writes."""
 
 DAMAGED = "Make the plan again with `memplug plan`, or copy it again from where it was made; do not edit plans."
@@ -49,6 +49,10 @@ class TrainingPart:
         first: the program of the run's first step, if it has the same sizes as `program` and dissimilar operators;
             else None. ZeRO 3 makes them dissimilar: it learns the order of parameters in the first step.
         gradients_stay: True if parameters keep the memory of their gradients from step to step.
+        family: number of the family of programs that differ in nothing but sizes.
+        extent: size of the largest steps that the decisions are made for, over that of the family's first program.
+        reach: the same size on this rank, over that of `program`.
+        begins: inputs that its steps began with; for each, the size of the step over that of the largest.
     """
 
     run: str
@@ -56,6 +60,10 @@ class TrainingPart:
     program: PlannedProgram | None
     first: PlannedProgram | None = None
     gradients_stay: bool
+    family: int = 0
+    extent: float = 1.0
+    reach: float = 1.0
+    begins: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

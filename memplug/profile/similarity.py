@@ -79,6 +79,25 @@ class Program:
         """Return the total bytes in `sizes`, without the regions in `unseen`."""
         return sum(map(sum, self.sizes_beside(unseen)))
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of the regions' inputs, as if all forwards of a region had the largest one's."""
+        return sum(len(forwards) * max(forwards, default=0) for forwards in self.sizes)
+
+    def over(self, other: Program) -> float | None:
+        """Return this step's size over another's; None if no region shows it.
+
+        Regions that one of both did not observe do not count.
+        """
+        unseen = self.unseen | other.unseen
+        own, others = (replace(each, sizes=each.sizes_beside(unseen)).size for each in (self, other))
+        return own / others if own and others else None
+
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Return whether the step has forwards of several sizes, so that its first one does not tell its size."""
+        return any(len(set(forwards)) > 1 for forwards in self.sizes)
+
     @cached_property
     def fingerprint(self) -> str:
         """Return the program's fingerprint: the same in all processes in which operators have the same numbers."""
@@ -121,7 +140,24 @@ def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: 
     if a.same(b):
         return True
     unseen = a.unseen | b.unseen
-    if not _near(a.bytes_beside(unseen), b.bytes_beside(unseen), length_tolerance):
+    near = _near(a.bytes_beside(unseen), b.bytes_beside(unseen), length_tolerance)
+    return near and related(a, b, length_tolerance, cosine_similarity)
+
+
+def related(a: Program, b: Program, length_tolerance: float, cosine_similarity: float) -> bool:
+    """Return whether two programs differ at most in the sizes of their inputs: the same operators, as often.
+
+    Args:
+        a: a program.
+        b: another program.
+        length_tolerance: the largest relative difference in the numbers of operators, nodes and region inputs.
+        cosine_similarity: see `similar`.
+    """
+    if a.same(b):
+        return True
+    unseen = a.unseen | b.unseen
+    forwards = [sum(map(len, program.sizes_beside(unseen))) for program in (a, b)]
+    if not _near(*forwards, length_tolerance):
         return False
     alike = not (a.nodes and b.nodes) or _near(a.nodes, b.nodes, length_tolerance)
     if a.operators is None or b.operators is None:
@@ -135,6 +171,8 @@ def similar(a: Program, b: Program, length_tolerance: float, cosine_similarity: 
 
 
 def _near_operators(a: Program, b: Program, length_tolerance: float, cosine_similarity: float) -> bool:
+    if np.array_equal(a.operators, b.operators):
+        return True
     return _near(len(a.operators), len(b.operators), length_tolerance) and cosine(a, b) >= cosine_similarity
 
 

@@ -7,6 +7,10 @@ warm-up ──the program ran often enough──► gen-policy ──the best of
 Each program goes through the stages by its own steps, however many steps of other programs come between them. Between
 two steps all ranks turn to the program that they expect (`memplug.session.order`). When a step begins, a rank may
 recognise another program by the step's inputs, and turn to it by itself if no collective depends on that.
+
+Steps that differ in nothing but sizes run programs of one family (`memplug.session.programs`). The warm-up of its first
+program counts for all. A program for smaller steps is planned for once it has come often enough; until then its steps
+run under the plan of the next larger one. So do all steps for good if ranks' steps have to run alike.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ from typing import Any
 from memplug.block import ProfilerConfig
 from memplug.errors import LayoutError
 from memplug.profile.recorder import Detail
-from memplug.profile.similarity import Program, difference, similar
+from memplug.profile.similarity import Program, difference, related
+from memplug.session import families
 from memplug.session.history import ProgramHistory, named
 from memplug.session.lasting import Lasting, StepBallot
 from memplug.session.lasting import lasting as lasting_of
 from memplug.session.order import HORIZON_STEPS, Order
-from memplug.session.programs import ALIKE, FIRST_UNDER, SIMILAR, Programs, Remembered
+from memplug.session.programs import ALIKE, EVEN, FIRST_BELOW, FIRST_UNDER, FREE, SIMILAR, Programs
 from memplug.session.ranks import Ranks
+from memplug.session.remembered import Remembered
 from memplug.session.table import Stage, StepOutcome, after
 from memplug.session.taken import TakenProgram
 from memplug.session.technique import AgreedTechnique
@@ -64,17 +70,21 @@ class Adjuster:
         self._unplanned_steps = 0  # number of steps in a row that ran programs in warm-up
         self._change = "none"  # how the latest program that ranks met differs from the one that they expected
         self._confirmed = True  # False after `resume`, until the first step has shown its program
-        self.taken = TakenProgram(technique, self.programs, Lasting(None, None) if stage is Stage.STABLE else None)
+        self._is_free = True  # whether each rank may turn by itself, as all ranks know it by now
+        running = Lasting(None, None) if stage is Stage.STABLE else None
+        self.taken = TakenProgram(technique, self.programs, running, is_shared=len(ranks.members) > 1)
         self.first: Program | None = None  # the program of the run's first step
 
-    def resume(self, known: Sequence[tuple[Program, Any]], source: str, first: Program | None = None) -> list[Lasting]:
+    def resume(
+        self, known: Sequence[tuple[Program, dict[str, Any], Any]], source: str, first: Program | None = None
+    ) -> list[Lasting]:
         """Resume from the plans of an earlier run, before the first step.
 
         The session is stable at once, and stays stable if the run's first step runs the program of `known[0]`. All
         ranks call this, with the same number of programs.
 
         Args:
-            known: programs, each with its decisions.
+            known: programs, each with the family, extent and reach of its `Remembered`, and with its decisions.
             source: where the first plan was read from, for messages.
             first: the program of the earlier run's first step; None if that program is similar to `known[0]`. If this
                 run's first step is similar to `first`, it counts as a step of `known[0]`.
@@ -83,8 +93,8 @@ class Adjuster:
             A `Lasting` for each program, in the order of `known`.
         """
         self.first = first or known[0][0]
-        for program, decisions in known:
-            remembered = self.programs.remember(program)
+        for program, sizes, decisions in known:
+            remembered = self.programs.remember(program, **sizes)
             remembered.stage, remembered.decisions = Stage.STABLE, decisions
             self._technique.turn(remembered)
             self._technique.install(decisions)
@@ -146,7 +156,9 @@ class Adjuster:
     def stage(self) -> Stage:
         """Return the stage of the program that the next step is expected to run."""
         current = self.programs.current
-        return current.stage if current is not None and not self._has_stopped else self._without_programs
+        if current is None or self._has_stopped:
+            return self._without_programs
+        return self.programs.covering(current).stage
 
     @property
     def decisions(self) -> Any:
@@ -178,6 +190,17 @@ class Adjuster:
         """Return the program that the next step is expected to run, with its decisions, if it is stable; else None."""
         current = self.programs.current
         return lasting_of(current) if current is not None else self.taken.running
+
+    def growth(self, program: Program) -> float:
+        """Return how much larger steps under the part in force may be than the step that ended; see `Technique`.
+
+        Args:
+            program: the step that ended.
+        """
+        under = self.taken.under
+        if under is None or under is self.programs.members(under.family)[-1]:
+            return 1.0
+        return max(1.0, (1.0 + self.programs.limits[0]) / (under.share(program) or 1.0))
 
     def is_live(self, lasting: Lasting) -> bool:
         """Return whether steps may run under this program with its decisions again."""
@@ -231,8 +254,13 @@ class Adjuster:
         self.taken.was_right = taken_for is None or bool(mask >> taken_for.index & 1)
         if taken_for is not None:
             taken_for.unwatched = 0 if program.operators is not None else taken_for.unwatched + 1
-        if not self._confirmed and similar(program, self.first, *self.programs.limits):
-            mask |= 1 << self.programs.current.index
+        if not self._confirmed:
+            begun_for, limits = taken_for or self.programs.current, self.programs.limits
+            has_room = self.programs.has_room(program, begun_for) is not False
+            mask |= 1 << begun_for.index if has_room and related(program, self.first, *limits) else 0
+        if not self._technique.is_free:
+            mask &= (1 << FIRST_BELOW) - 1
+        mask |= (FREE if self._technique.is_free else 0) | (0 if program.is_mixed else EVEN)
         if under is not None:
             mask |= 1 << FIRST_UNDER + under.index
             may_turn = under.stage is not Stage.WARM_UP and not under.is_proven
@@ -245,7 +273,8 @@ class Adjuster:
         """Read the votes on a step, and change the stage and decisions of its program accordingly."""
         mask = ballot.agreed()
         under = self.programs.under(mask)
-        seen = self.programs.agreed(mask & SIMILAR, under, ballot.expected)
+        self._is_free = bool(mask & FREE)
+        seen = self._seen(ballot, mask, under)
         if seen is None:
             seen = self._meet(ballot)
         elif seen is not self._last and seen.is_settled:
@@ -254,7 +283,8 @@ class Adjuster:
         self._order.add(seen.index)
         self._last = seen
         if ballot.inputs:
-            seen.note_beginning(ballot.inputs)
+            seen.note_beginning(ballot.inputs, ballot.program)
+        seen.is_mixed = seen.is_mixed or not mask & EVEN
         self._note_turns(seen, under, bool(mask & ALIKE))
         seen.steps += 1
         before = seen.stage
@@ -268,13 +298,28 @@ class Adjuster:
             seen.is_proven = True
         self._look_for_repetition(seen)
 
-    def _meet(self, ballot: StepBallot) -> Remembered:
-        """Remember the program of a step that ranks have not seen before."""
-        expected, seen = ballot.expected, self.programs.remember(ballot.program)
+    def _seen(self, ballot: StepBallot, mask: int, under: Remembered | None) -> Remembered | None:
+        """Return the program of a step by the votes of all ranks; None if it is to be remembered."""
+        is_searched = under is not None and under.stage is Stage.GEN_POLICY and mask >> under.index & 1
+        if is_searched and self.taken.is_shared:  # another rank's step may be larger
+            return under
+        seen = self.programs.agreed(mask & SIMILAR, under, ballot.expected, alike=not self._is_free)
+        is_below = seen is not None and mask >> FIRST_BELOW + seen.index & 1
+        return self._meet(ballot, above=seen) if is_below and not self.programs.is_mixed(seen.family) else seen
+
+    def _meet(self, ballot: StepBallot, above: Remembered | None = None) -> Remembered:
+        """Remember the program of a step that ranks have not seen before.
+
+        Args:
+            ballot: this rank's vote on the step.
+            above: the next larger program of the family; None if there is none, or no family.
+        """
+        program, expected = ballot.program, ballot.expected
+        seen = families.meet(self.programs, self._ranks, program, above, self.warmup_steps)
         if expected is not None:
-            known = ballot.mask & SIMILAR
-            step, baseline = ballot.program, expected.baseline
-            self._change = "another rank's step differs from those before" if known else difference(step, baseline)
+            is_others = above is None and ballot.mask & SIMILAR
+            change = difference(program, (above or expected).baseline)
+            self._change = "another rank's step differs from those before" if is_others else change
             reason = f"{named(seen)} is planned for once it repeats: {self._change}"
             self.history.note(seen, reason, news=expected.stage is not Stage.WARM_UP)
         return seen
@@ -296,7 +341,7 @@ class Adjuster:
             self._turned = None
             if seen.note_turn(turned[1]):
                 self._stay_safest(seen)
-        elif alike and under is not None and seen is not under and not (seen.is_genuine or seen.is_settled):
+        elif alike and under is not None and seen.family != under.family and not (seen.is_genuine or seen.is_settled):
             self._turned = under, seen
         if under is None or under is seen or under.stage is Stage.WARM_UP:
             seen.is_genuine = True
@@ -325,7 +370,12 @@ class Adjuster:
         """Return the program that the next step is likely to run, as all ranks know it by now."""
         if self.programs.indifferent or self._last is None:
             return self._last or self.programs.current
-        return self.programs[self._order.follows(ahead=1 if self._ballot is None else 2)]
+        program = self.programs[self._order.follows(ahead=1 if self._ballot is None else 2)]
+        members = self.programs.members(program.family)
+        if not self._is_free or self.programs.is_mixed(program.family):
+            return members[-1]
+        searched = [one for one in members if one.stage is Stage.GEN_POLICY]
+        return searched[-1] if searched and self.taken.is_shared else program
 
     # -- changes of stage ----------------------------------------------------------------------------------------------
 
@@ -334,6 +384,7 @@ class Adjuster:
         tries = self._tries
         self._technique.turn(program)
         self._technique.may_keep = not self.programs.indifferent
+        self._technique.share_of = program.share
         self._technique.propose(None)
         seen = f"{named(program)} ran {program.steps} times"
         then = f", then tries up to {tries} plans" if tries else ""

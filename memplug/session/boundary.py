@@ -260,13 +260,15 @@ class Boundary:
         if recording is not None:
             recording.end_step()
         self.planned_steps += adjuster.decisions is not None
+        program = self.agreed.program(operators, nodes)
+        growth, is_own = adjuster.growth(program), adjuster.taken.is_own
         if not self.apart:
-            self._agree(self.agreed.program(operators, nodes))
+            self._agree(program)
         if recording is not None:
             if not recording.able:
                 self.followers.close("steps cannot be recorded")
             taken = adjuster.taken
-            self.followers.end_step(taken.running, recording.step_trace, taken.was_right)
+            self.followers.end_step(taken.running, recording.step_trace, is_own and taken.was_right, growth)
             if self._retained != (adjuster.replans, adjuster.programs.made):
                 self._retained = adjuster.replans, adjuster.programs.made
                 self.followers.retain(adjuster.is_live)
@@ -328,13 +330,14 @@ class Boundary:
             recording.begin_step(self.adjuster.detail, traced=followers.detail, placed=followers.need_places)
         self._is_serving = False
         if not self.adjuster.taken.is_unsure:
-            self._begin_serving()
+            self._begin_serving(joins_late=False)
 
-    def _begin_serving(self) -> None:
+    def _begin_serving(self, joins_late: bool = True) -> None:
         """Let the techniques begin the step; if another program than expected may run, not before its first forward."""
         if not self._is_serving:
             self._is_serving = True
             for follower in self.followers:
+                follower.technique.joins_late = joins_late
                 follower.technique.begin_step()
 
     # -- recorder and arena --------------------------------------------------------------------------------------------

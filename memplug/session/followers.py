@@ -118,18 +118,19 @@ class Follower:
             self.technique.withdraw()
             self.part = None
 
-    def end_step(self, ran: bool, trace: Trace | None) -> None:
+    def end_step(self, ran: bool, trace: Trace | None, growth: float = 1.0) -> None:
         """Let the technique propose for the key of the step that ended, once the program has lasted long enough.
 
         Args:
             ran: whether the step ran the program of its key, as far as this rank knows.
             trace: the trace of the step; None if it was not recorded.
+            growth: see `Technique`.
         """
         if self.technique.off_because or self.key is None or not ran:
             return
         work = self._work
         work.steps += 1
-        self.technique.whole_steps = work.steps
+        self.technique.whole_steps, self.technique.growth = work.steps, growth
         if work.begun or work.steps >= self._warmup_steps:
             work.begun = True
             self._propose(trace)
@@ -249,6 +250,11 @@ class Followers:
                 found[each][technique.name] = part
         return found
 
+    @property
+    def scale(self) -> bool:
+        """Return whether all parts in force serve steps whose inputs have other sizes."""
+        return all(each.part is None or each.technique.scales(each.part) for each in self._all)
+
     def enter(self, key: Hashable) -> None:
         """Switch all techniques to the program of the next step, or of the step that begins.
 
@@ -260,18 +266,19 @@ class Followers:
             follower.enter(key)
             key = follower.key_after(key)
 
-    def end_step(self, key: Hashable, trace: Trace | None, ran: bool = True) -> None:
+    def end_step(self, key: Hashable, trace: Trace | None, ran: bool = True, growth: float = 1.0) -> None:
         """Let each technique propose for the program of the step that ended, and switch to that of the next step.
 
         Args:
             key: the program of the next step with its decisions; None if it does not last.
             trace: the trace of the step that ended; None if it was not recorded.
             ran: whether the step ran the program that was entered for it.
+            growth: see `Technique`.
         """
         ended = self._key
         for follower in self._all:
             # the work under a part that an earlier technique has just replaced is over
-            follower.end_step(ran and follower.key == ended, trace)
+            follower.end_step(ran and follower.key == ended, trace, growth)
             ended = follower.key_after(ended)
         self._key = key
         for follower in self._all:

@@ -6,8 +6,8 @@ import collections
 import logging
 
 from memplug.errors import coded
-from memplug.session.programs import Remembered
 from memplug.session.ranks import Ranks
+from memplug.session.remembered import Remembered
 from memplug.session.table import Stage
 
 log = logging.getLogger("memplug")
@@ -74,7 +74,7 @@ class ProgramHistory:
         self._warn(
             "step %d: no program repeats often enough to be planned for; the last change: %s. From now on one plan "
             "serves all steps, and keeps nothing on the device. To plan for each program, raise "
-            '"profiler": {"length_tolerance"}, or pad sequences to fewer lengths',
+            '"profiler": {"length_tolerance"}',
             change,
         )
 

@@ -18,13 +18,15 @@ from memplug.profile.records import Fingerprint
 from memplug.profile.similarity import Program, similar
 from memplug.session.adjuster import Adjuster, Lasting
 from memplug.session.followers import Followers
+from memplug.session.inputs import kind
 from memplug.session.plan_store import PlanStore
-from memplug.session.programs import Remembered
 from memplug.session.recording import Recording
+from memplug.session.remembered import Remembered
 from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
+SIZES = ("family", "extent", "reach")  # of a program, see `Remembered`
 SETTLED_STEPS = 8  # an amended plan (see `end_step`) is written to disk after so many steps under it
 
 
@@ -88,13 +90,13 @@ class KeptPlans:
         else:
             programs = [_program_of(plan.training.program) for plan in plans]
             first = plans[0].training.first
-            known = list(zip(programs, decided, strict=True))
+            known = list(zip(programs, _sizes([plan.training for plan in plans]), decided, strict=True))
             lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
             self._agreed.reserve(decided)
         self._plans = dict(zip(lasting, plans, strict=False))
         for each, plan in self._plans.items():
-            if each.program is not None and plan.fingerprint.inputs:
-                each.program.note_beginning(plan.fingerprint.inputs[0])
+            if each.program is not None:
+                each.program.begins.update(plan.training.begins)
         self._kept = {_index_of(each): _RanPlan(each, ()) for each in self._plans}
         return True
 
@@ -105,10 +107,13 @@ class KeptPlans:
                 self._kept[_index_of(lasting)] = _RanPlan(lasting, tuple(parts.items()))
 
     def check(self, inputs: str, followers: Followers) -> None:
-        """Warn and take the plan out of force if the first forward has other inputs than the plan was made for."""
-        plan = self._plans[self._adjuster.taken.running]
+        """Warn and take the plan out of force if no kept plan suits the inputs of the first forward."""
+        taken = self._adjuster.taken
+        plan = self._plans[taken.running]
         expected = plan.fingerprint.inputs[:1] or (inputs,)
-        if inputs == expected[0]:
+        if taken.is_recognised or inputs == expected[0]:
+            return
+        if taken.program is None and kind(inputs) == kind(expected[0]) and followers.scale:
             return
         text = (
             "memplug: the plan in %s is not used: it was made for inputs %s, and this step begins with %s. This run "
@@ -131,7 +136,7 @@ class KeptPlans:
             recording: the session's recording; None without the recorder.
         """
         lasting = self._adjuster.lasting
-        if self.file is not None and self._is_first and lasting not in self._plans:
+        if self.file is not None and self._is_first and self._adjuster.taken.running not in self._plans:
             self._refuse(f"{self.file} is for another program than that of the first step")
         elif self._is_turned_away and lasting.decisions is not None:
             self._agreed.install(lasting.decisions)  # the step ran the plan's program after all
@@ -231,6 +236,8 @@ class KeptPlans:
             program=program and _planned(program.baseline, recording),
             first=self._first_unlike(program, recording) if program is not None else None,
             gradients_stay=recording is not None and recording.gradients_stay,
+            **({name: getattr(program, name) for name in SIZES} if program is not None else {}),
+            begins={inputs: share for inputs, share in program.begins.items() if share} if program is not None else {},
         )
 
     def _first_unlike(self, program: Remembered, recording: Recording | None) -> PlannedProgram | None:
@@ -244,6 +251,16 @@ class KeptPlans:
         if (decisions is None) != (plan.training.program is None):
             return "there are decisions without a program, or a program without decisions"
         return self._agreed.lacks(decisions) if decisions is not None else ""
+
+
+def _sizes(plans: list[TrainingPart]) -> list[dict[str, Any]]:
+    """Return the family, extent and reach of each plan's program; runs number their families each by itself."""
+    families: dict[tuple[str, int], int] = {}
+    numbers = [families.setdefault((plan.run, plan.family), len(families)) for plan in plans]
+    return [
+        {"family": family, "extent": plan.extent, "reach": plan.reach}
+        for family, plan in zip(numbers, plans, strict=True)
+    ]
 
 
 def _index_of(lasting: Lasting) -> int:

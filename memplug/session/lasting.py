@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplug.profile.similarity import Program
-from memplug.session.programs import Remembered
+from memplug.session.remembered import Remembered
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,12 @@ steps on all ranks, so a bit means the same program everywhere. The bitwise AND 
 programs that the step resembles on every rank. If one rank sees a change, its vote lacks the expected program's bit, so
 all ranks change together.
 
+Programs that differ in nothing but the sizes of their inputs are a family. Each is made for steps of up to a largest
+size, and a smaller step fits it too: what is planned for the larger step has room for it. A vote has the bits of all
+programs that the step fits, so the smallest program in the bitwise AND is the one that the largest step of any rank
+fits. Bits of their own tell for which programs a step is so small that another program suits it better. Then there
+will be one, unless all ranks' steps have to run alike: these are planned for as the largest.
+
 Further bits of a vote tell under which program's settings the rank ran the step: those of the program that all ranks
 expected, or of another one that this rank recognised by the step's inputs. A step counts for a program's search for a
 plan only if all ranks ran the program under its own settings.
@@ -13,13 +19,11 @@ plan only if all ranks ran the program under its own settings.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import prod
-from typing import Any
 
-from memplug.profile.similarity import Program, similar
+from memplug.profile.similarity import Program, related, similar
+from memplug.session.remembered import Remembered
 from memplug.session.table import Stage
 
 MOST_PROGRAMS = 32
@@ -35,83 +39,17 @@ the operators are."""
 FIRST_UNDER = MOST_PROGRAMS + 1
 """The first of the bits of a vote that name the program under whose settings the step ran."""
 
-MOST_BEGINNINGS = 16
-"""Number of inputs remembered for each program, by which its steps are recognised when they begin."""
+FIRST_BELOW = FIRST_UNDER + MOST_PROGRAMS
+"""The first of the bits of a vote that name programs which the step fits, but which are made for larger steps."""
 
-MOST_TURNS = 2
-"""Number of turns after which memplug plans no more for a program. A turn: under a plan, it ran as another one."""
+FREE = 1 << FIRST_BELOW + MOST_PROGRAMS
+"""Bit of a vote: the rank may turn to another program by itself, since no collective depends on it."""
 
+EVEN = FREE << 1
+"""Bit of a vote: all forwards of the step had inputs of one size, so that the first one tells the size of the step."""
 
-class Remembered:
-    """A program that a step ran, its stage, and the plan for it.
-
-    Attributes:
-        index: the program's bit in a vote.
-        stage: the program's stage.
-        steps: number of its steps since it was first seen, or since its plan was dropped: StableStep in Algorithm 1.
-        baseline: the step of this rank that later steps are compared with. During warm-up it is the latest step. From
-            planning on it stays the same, so that a slow drift adds up to a change.
-        nodes: the fewest and the most autograd nodes of watched steps that ran the program.
-        decisions: the part of the agreed technique to run the program under; None before there is one.
-        begins: shapes and dtypes of the inputs that this rank's steps began with, the latest last.
-        unwatched: number of this rank's steps of the program since its operators were last watched.
-        is_proven: True once a step with watched operators ran the program under its plan.
-        is_genuine: True once a step ran the program under other settings than another program's plan.
-        told: changes of stage that the log has already reported for the program.
-        turns: number of times in a row that its steps ran as another program under a plan, each time the same.
-    """
-
-    def __init__(self, index: int, baseline: Program):
-        self.index = index
-        self.baseline = baseline
-        self.nodes = (baseline.nodes, baseline.nodes)
-        self.stage = Stage.WARM_UP
-        self.steps = self.unwatched = 0
-        self.decisions: Any = None
-        self.begins: dict[str, None] = {}
-        self.is_proven = self.is_genuine = False
-        self.told: set[object] = set()
-        self.turns = 0
-        self._became: Remembered | None = None
-
-    def note_nodes(self, program: Program) -> None:
-        """Count the nodes of a step that ran the program."""
-        fewest, most = self.nodes
-        self.nodes = min(fewest, program.nodes), max(most, program.nodes)
-
-    @property
-    def is_settled(self) -> bool:
-        """Return whether the program has decisions, or stays at the safest setting for good."""
-        return self.stage is Stage.STABLE
-
-    def note_beginning(self, inputs: str) -> None:
-        """Remember the inputs that a step of this rank began with."""
-        self.begins.pop(inputs, None)
-        self.begins[inputs] = None
-        while len(self.begins) > MOST_BEGINNINGS:
-            del self.begins[next(iter(self.begins))]
-
-    def is_smaller(self, inputs: str, tolerance: float) -> bool:
-        """Return whether inputs have more elements than any that the program's steps began with, beyond a tolerance."""
-        largest = max(map(elements, self.begins), default=None)
-        return largest is not None and elements(inputs) > (1 + tolerance) * largest
-
-    def drop_plan(self) -> None:
-        """Count the program's steps anew: it gets another plan."""
-        self.decisions, self.steps, self.is_proven = None, 0, False
-
-    def note_turn(self, other: Remembered) -> bool:
-        """Count a turn: under a plan, steps ran as another program; now that it is withdrawn, they run as before.
-
-        Args:
-            other: the program that steps ran under the plan.
-
-        Returns:
-            True if no more plans are to be made for it.
-        """
-        self.turns = self.turns + 1 if self._became is other else 1
-        self._became = other
-        return self.turns >= MOST_TURNS
+BAND = 1.5
+"""A program is made for steps of its largest size down to this fraction of it."""
 
 
 class Programs:
@@ -131,7 +69,7 @@ class Programs:
     ):
         self._forget = forget
         self.current: Remembered | None = None
-        self.made = 0  # number of programs ever remembered
+        self.made = self._families = 0  # number of programs, and of families, ever remembered
         self.indifferent = False  # True once all steps count as the current program
         self.doubts = False  # True if only the operators of the next step will show whether another program runs
         self.limits = (length_tolerance, cosine_similarity)
@@ -152,7 +90,7 @@ class Programs:
         return self._all[index]
 
     def vote(self, program: Program, taken_for: Remembered | None = None) -> int:
-        """Return the mask of the remembered programs that a step of this rank is similar to; bit number = index.
+        """Return the mask of the remembered programs that a step of this rank fits; bit number = index.
 
         A step that equals the previous one gets the same vote without a comparison. A step that was not watched counts
         as one of the program that it was taken for if it differs only in its number of nodes, and the program's steps
@@ -166,7 +104,7 @@ class Programs:
             return 1 << self.current.index
         voted, taken_for = self._voted, taken_for or self.current
         if voted is None or not _as_well_known(program, voted[0]) or not program.same(voted[0]):
-            alike = [one for one in self._all if similar(program, one.baseline, *self.limits)]
+            alike = [one for one in self._all if self.fits(program, one)]
             self.doubts = False
             if program.operators is not None:
                 for one in alike:
@@ -174,8 +112,24 @@ class Programs:
             elif taken_for is not None and taken_for not in alike and self._may_be(taken_for, program):
                 self.doubts = True
                 alike.append(taken_for)
-            self._voted = program, sum(1 << one.index for one in alike)
+            shares = {one.index: one.share(program) for one in alike}
+            below = [index for index, share in shares.items() if share is not None and share * BAND <= 1 + 1e-6]
+            self._voted = program, sum(1 << index for index in (*shares, *(FIRST_BELOW + index for index in below)))
         return self._voted[1]
+
+    def fits(self, program: Program, known: Remembered) -> bool:
+        """Return whether a step of this rank runs like a program, and is no larger than those that it is made for.
+
+        A step of unknown size fits, as does an empty one.
+        """
+        if similar(program, known.baseline, *self.limits):
+            return True
+        return self.has_room(program, known) is not False and related(program, known.baseline, *self.limits)
+
+    def has_room(self, program: Program, known: Remembered) -> bool | None:
+        """Return whether a step is no larger than those that a program is made for; None if no region shows it."""
+        share = known.share(program)
+        return None if share is None else share <= 1 + self.limits[0]
 
     def _may_be(self, known: Remembered, program: Program) -> bool:
         """Return whether a step that was not watched differs from a program only in what varies there."""
@@ -191,7 +145,7 @@ class Programs:
         return next((one for one in self._all if mask >> FIRST_UNDER + one.index & 1), None)
 
     def agreed(
-        self, mask: int, under: Remembered | None = None, expected: Remembered | None = None
+        self, mask: int, under: Remembered | None = None, expected: Remembered | None = None, alike: bool = False
     ) -> Remembered | None:
         """Return the program of a step by the votes of all ranks; None if it is not remembered.
 
@@ -203,8 +157,10 @@ class Programs:
             mask: the bitwise AND of all votes.
             under: the program under whose settings all ranks ran the step.
             expected: the program that all ranks expected; None: the current one.
+            alike: True if all ranks' steps have to run alike: the largest program of a family comes first.
         """
-        seen, expected = [one for one in self._all if mask >> one.index & 1], expected or self.current
+        fitting, expected = [one for one in self._all if mask >> one.index & 1], expected or self.current
+        seen = [one for one in fitting if self._is_last(one, fitting, largest=alike)]
         if under in seen:
             return under
         seen = [one for one in seen if one.is_settled] or seen
@@ -212,19 +168,71 @@ class Programs:
             return expected
         return max(seen, key=self._by_age.index, default=None)
 
-    def beginning_with(self, inputs: str) -> list[Remembered]:
-        """Return the programs of which this rank's steps began with these inputs, the latest last."""
-        return [one for one in self._by_age if inputs in one.begins]
+    def is_mixed(self, family: int) -> bool:
+        """Return whether steps of a family had forwards of several sizes; then all run by the plan for the largest."""
+        return any(one.is_mixed for one in self._all if one.family == family)
 
-    def remember(self, program: Program) -> Remembered:
-        """Add a program; if there is no room, forget the one that ran last longest ago."""
+    def _is_last(self, one: Remembered, among: list[Remembered], largest: bool = False) -> bool:
+        """Return whether a program is made for the smallest steps, or the largest, of those of its family."""
+        family = [other for other in self.members(one.family) if other in among]
+        return one is family[-1 if largest or self.is_mixed(one.family) else 0]
+
+    def members(self, family: int) -> list[Remembered]:
+        """Return the programs of a family, by the size of the steps that they are made for, the smallest first."""
+        return sorted((one for one in self._all if one.family == family), key=lambda one: one.extent)
+
+    def covers(self, larger: Remembered, one: Remembered) -> bool:
+        """Return whether the steps of a program fit another one of its family."""
+        return larger.family == one.family and larger.extent >= one.extent
+
+    def covering(self, one: Remembered) -> Remembered:
+        """Return the program under whose plan a program's steps may run: its own, or of the next larger with a plan."""
+        if one.stage is not Stage.WARM_UP:
+            return one
+        larger = [
+            each for each in self._all if self.covers(each, one) and each.is_settled and each.decisions is not None
+        ]
+        return next((each for each in larger if self._is_last(each, larger)), one)
+
+    def beginning_with(self, inputs: str) -> list[Remembered]:
+        """Return the programs of which this rank's steps began with these inputs, the latest last.
+
+        If none did, return the smallest of those that a step with such inputs probably fits.
+        """
+        most = 1 + self.limits[0]
+        if known := [one for one in self._by_age if inputs in one.begins and (one.begins[inputs] or 0) <= most]:
+            return [one for one in known if self._is_last(one, known)]
+        shares = {one: one.likely_share(inputs) for one in self._by_age}
+        fitting = [one for one, share in shares.items() if share is not None and share <= most]
+        return [one for one in fitting if self._is_last(one, fitting)]
+
+    def relatives(self, program: Program) -> int:
+        """Return the mask of the programs that a step of this rank differs from in nothing but sizes."""
+        return sum(1 << one.index for one in self._all if related(program, one.baseline, *self.limits))
+
+    def family_of(self, relatives: int) -> int | None:
+        """Return the family of the first program in a mask; None for an empty mask."""
+        return next((one.family for one in self._all if relatives >> one.index & 1), None)
+
+    def remember(
+        self, program: Program, family: int | None = None, extent: float = 1.0, reach: float = 1.0
+    ) -> Remembered:
+        """Add a program; if there is no room, forget the one that ran last longest ago.
+
+        Args:
+            program: the step that ran it first.
+            family: the family that it belongs to; None: one of its own.
+            extent: see `Remembered`.
+            reach: see `Remembered`.
+        """
         index = len(self._all)
         if index == MOST_PROGRAMS:
             forgotten = next(one for one in self._by_age if one is not self.current)
             self._by_age.remove(forgotten)
             index = forgotten.index
             self._forget(forgotten)
-        new = Remembered(index, program)
+        new = Remembered(index, program, self._families if family is None else family, extent, reach)
+        self._families = max(self._families, new.family + 1)
         self._all[index : index + 1] = [new]
         self._by_age.append(new)
         self._voted = None
@@ -254,14 +262,10 @@ class Programs:
         known = program.baseline
         knows_more = baseline.operators is not None and known.operators is None or baseline.unseen < known.unseen
         if knows_more or not baseline.same(known):
+            growth = baseline.over(known)
+            program.reach = max(1.0, program.reach / growth) if growth is not None else program.reach
             program.baseline = baseline
             self._voted = None
-
-
-def elements(inputs: str) -> int:
-    """Return the number of elements of inputs, described as in "int64[4, 512], float32[]"."""
-    shapes = re.findall(r"\[([^]]*)\]", inputs)
-    return sum(prod(int(size) for size in shape.split(",") if size.strip()) for shape in shapes)
 
 
 def _as_well_known(one: Program, other: Program) -> bool:

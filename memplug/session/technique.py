@@ -36,6 +36,9 @@ class Technique(abc.ABC, Generic[Part]):
         off_because: why training goes on without it; "" while it may have a part in force.
         whole_steps: number of whole steps that ran under the present key (see `turn`); counted by the technique's
             `Follower`.
+        growth: size of the largest step that the program is made for, over that of the step that ended; 1 if larger
+            ones may follow.
+        joins_late: whether `begin_step` was called within the step, as its first forward began.
         serves: True if it serves requests for memory, from memory of its own.
         relieves: True if it makes steps that exceed the device budget fit, or reports why they cannot.
         has_served_whole: True if it served the whole of the step that ended last.
@@ -49,6 +52,8 @@ class Technique(abc.ABC, Generic[Part]):
     relieves: ClassVar[bool] = False
     off_because = ""
     whole_steps = 0
+    growth = 1.0
+    joins_late = False
     has_served_whole = False
 
     @classmethod
@@ -125,6 +130,10 @@ class Technique(abc.ABC, Generic[Part]):
         """Return the detail in which the technique needs the next step recorded; None if it needs no record."""
         return None
 
+    def scales(self, part: Part) -> bool:
+        """Return whether a part serves steps whose inputs have other sizes than the step that it is made for."""
+        return False
+
     @property
     def needs_places(self) -> bool:
         """Return whether the technique needs the places of the next step reported, even if it is not recorded."""
@@ -174,6 +183,8 @@ class AgreedTechnique(Technique[Part]):
         executor: runs the regions, as hooks request.
         plain: the regions that currently run as if memplug were absent.
         may_keep: True if a part may rely on later steps being no larger than the step that it was made from.
+        share_of: returns the size of a step over that of the largest step that the next part is made for; None if
+            nothing shows it.
         outcome: how proposing ended, in words for the log.
     """
 
@@ -182,6 +193,7 @@ class AgreedTechnique(Technique[Part]):
     executor: Any
     plain: Any
     may_keep = True
+    share_of: Callable[[Program], float | None] = staticmethod(lambda program: 1.0)
     outcome = ""
 
     @abc.abstractmethod
@@ -197,6 +209,11 @@ class AgreedTechnique(Technique[Part]):
     @abc.abstractmethod
     def turn(self, key: Hashable) -> None:
         """Run by the part, or by the next trial, of this program from now on; None: at the safest setting."""
+
+    @property
+    @abc.abstractmethod
+    def is_free(self) -> bool:
+        """Return whether this rank may turn alone from the present key, since no collective depends on it."""
 
     @abc.abstractmethod
     def turn_freely(self, key: Hashable) -> bool:

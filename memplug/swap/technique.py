@@ -210,7 +210,7 @@ class SwapsWhole(Technique[SwapPart]):
                 return None
             missed = self._in_force.missed - self._missed
             self._missed += missed
-            if self._is_back:  # the list may not have seen the step from its beginning
+            if self._is_back or self.joins_late:  # the list may not have seen the step from its beginning
                 self._is_back = False
                 return None
             if self._departs(missed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,7 +25,7 @@ class SolveTask:
         budget: the smallest rates, host bytes and device bytes among the ranks that share the problem.
         fraction: MEMO's fraction, the smallest of all ranks; None: solve for plans around the optimum.
         most: maximum number of plans to try.
-        solver: the lowest rank that shares the problem; it solves the problem for all of them.
+        solver: the rank that solves the problem for all that share it: of those with the largest step the lowest one.
     """
 
     regions: list[plan.PlannedRegion]
@@ -41,8 +42,13 @@ def agree(
     alpha: Literal["auto", "memo"] = "auto",
     *,
     is_ready: bool = True,
+    scale: float = 1.0,
+    most_scale: float = math.inf,
 ) -> SolveTask | None:
     """Return this rank's problem to solve; None on every rank if any rank is not ready.
+
+    Ranks may have observed steps of other sizes than that of the largest step, for which the plan is made. Then the
+    problem is that of the rank whose step was the largest.
 
     Args:
         own: this rank's regions and budget.
@@ -50,13 +56,21 @@ def agree(
         most: maximum number of plans to try, at least 1.
         alpha: "auto" for plans around the optimum, "memo" for one plan with MEMO's fraction.
         is_ready: False if this rank has regions, but none of them ran in the observed step.
+        scale: by which `own` was scaled from this rank's observed step to the largest one.
+        most_scale: the largest scale to plan from; if the least one of ranks with the same regions exceeds it, no rank
+            is ready.
     """
     regions, budget = own
     mine = tuple(region.key for region in regions)
     if not all(gather(is_ready)):
         return None
-    everyone: list[tuple[tuple[str, ...], plan.Budget]] = gather((mine, budget))
-    budgets = [other for keys, other in everyone if keys == mine]
+    everyone: list[tuple[tuple[str, ...], plan.Budget, float]] = gather((mine, budget, scale))
+    least: dict[tuple[str, ...], float] = {}
+    for keys, _, others_scale in everyone:
+        least[keys] = min(others_scale, least.get(keys, math.inf))
+    if max(least.values()) > most_scale:
+        return None
+    budgets = [other for keys, other, others_scale in everyone if keys == mine and others_scale <= most_scale]
     shared = ("d2h_bytes_per_s", "h2d_bytes_per_s", "host_bytes", "device_bytes")
     smallest = replace(
         budget,
@@ -64,7 +78,7 @@ def agree(
         in_flight=_tightest([other.in_flight for other in budgets]),
     )
     fraction = min(gather(memo.fraction_of(regions, smallest))) if alpha == "memo" else None
-    solver = next(rank for rank, (keys, _) in enumerate(everyone) if keys == mine)
+    solver = next(i for i, (keys, _, own_scale) in enumerate(everyone) if keys == mine and own_scale == least[mine])
     return SolveTask(regions, smallest, fraction, most, solver)
 
 

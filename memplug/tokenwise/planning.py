@@ -216,6 +216,7 @@ def decisions_of(
     observed_peak_bytes: int | None = None,
     full_recomputation_s: float | None = None,
     held_bytes: int | None = None,
+    scale: float = 1.0,
 ) -> Decisions:
     """Return the settings that a plan gives to each observed region.
 
@@ -226,6 +227,7 @@ def decisions_of(
         observed_peak_bytes: peak of the allocated bytes in the step at the safest setting; None: unknown.
         full_recomputation_s: see `Decisions`.
         held_bytes: see `Decisions`.
+        scale: size of the largest step that the plan is made for, over that of the observed one.
     """
     settings, frame_bytes = {}, 0
     for key, members in groups.items():
@@ -242,7 +244,7 @@ def decisions_of(
             saved_bytes = observer.saved_bytes[region.name]
             if group.plain:
                 settings[region.name] = Setting(
-                    key, plain_bytes=observer.given_bytes[region.name], kept_bytes=saved_bytes
+                    key, plain_bytes=ceil(scale * observer.given_bytes[region.name]), kept_bytes=saved_bytes
                 )
                 continue
             captured = {i: Decision(_name_of(tape, i), fraction) for i, fraction in group.fractions.items()}
@@ -267,7 +269,7 @@ def decisions_of(
     return Decisions(
         solution=solution,
         settings=settings,
-        frame_bytes=frame_bytes,
+        frame_bytes=ceil(scale * frame_bytes),
         peak_bytes=None if observed_peak_bytes is None else observed_peak_bytes + solution.device_bytes,
         full_recomputation_s=full_recomputation_s,
         held_bytes=held_bytes,

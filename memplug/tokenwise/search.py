@@ -6,7 +6,8 @@ The search chooses the fastest plan that fits the memory of every rank (Chameleo
 all regions as without memplug, and fits every rank's memory, no further plan is tried.
 
 A process beside training makes the plans; training goes on at the safest setting. Among ranks that run the same
-regions, the lowest one makes the plans for all. The first plan is tried once all ranks have their plans.
+regions, the one with the largest step makes the plans for all. The first plan is tried once all ranks have their plans.
+If steps differ in size, a plan is made for the largest that the program is made for: what a step has shown is scaled.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 from memplug.beside import Beside
 from memplug.errors import coded
 from memplug.profile.recorder import Detail
+from memplug.profile.similarity import Program
 from memplug.profile.trace import Trace
 from memplug.session.ranks import Ranks
 from memplug.tokenwise import budgets, candidates, in_flight, planning
@@ -27,12 +30,13 @@ from memplug.tokenwise.agreement import is_agreed
 from memplug.tokenwise.budgets import DeviceBudget
 from memplug.tokenwise.engine.executor import Executor
 from memplug.tokenwise.engine.region import Region
-from memplug.tokenwise.plan import plain
+from memplug.tokenwise.plan import plain, scaled
 from memplug.tokenwise.plan import solver as plan
 from memplug.tokenwise.plan.decisions import Decisions
 
 log = logging.getLogger("memplug")
 
+MOST_SCALE = 1.6  # a plan is made for steps of up to so many times the observed one's size; more if none is as large
 PEAK_SLACK = 0.02  # share by which a step's peak may exceed the predicted one
 
 
@@ -41,6 +45,7 @@ class Trial:
     """The result of one step under one plan on one rank."""
 
     seconds: float
+    """Time of the step, scaled to that of the largest step that the plan is made for."""
     fits: bool
     """Whether the host refused no rows, and the device's peak stayed within the plan's prediction (plus `PEAK_SLACK`).
     The peak must also stay within the budget, unless even the prediction exceeds the budget."""
@@ -60,6 +65,7 @@ class _Measured:
         held_bytes: peak of the bytes of regions' saved tensors in backward.
         refused: number of tensors that the host had no memory for.
         trace: the last step that was recorded in detail; None if there is none.
+        scale: size of the largest step that the plan is made for, over that of the measured one; at least 1.
     """
 
     phase: int
@@ -69,6 +75,7 @@ class _Measured:
     held_bytes: int
     refused: int
     trace: Trace | None
+    scale: float
 
 
 def choose(trials: Sequence[Sequence[Trial]]) -> tuple[int, bool]:
@@ -105,6 +112,7 @@ class PlanSearch:
         step_trace: returns the last step that was recorded in detail; None if there is none.
         room: returns the bytes that a plan may keep on the device, given the peak of a step at the safest setting.
         keeps: whether plans may keep outputs on the device.
+        share_of: see `AgreedTechnique`.
 
     Attributes:
         observer: keeps the tapes of the step that plans are made from.
@@ -127,7 +135,9 @@ class PlanSearch:
         step_trace: Callable[[], Trace | None],
         room: Callable[[int | None], int],
         keeps: bool,
+        share_of: Callable[[Program], float | None],
     ):
+        self._share_of = share_of
         self.keeps, self._room, self._budget, self._is_relieved = keeps, room, budget, is_relieved
         self.regions, self.executor = regions, executor
         self.observer = planning.StepObserver(executor.flow.is_large)
@@ -143,7 +153,7 @@ class PlanSearch:
         self._trials: list[Trial] = []
         self._measured: dict[int, _Measured] = {}  # by step: the latest two, since votes may be read one step late
         self._phase = 0  # number of times that measurements changed how the next step of the program runs
-        self._refused = 0
+        self._refused = self._observed = 0
         self._begun = 0.0
         self._warned = False
         for region in self.regions:
@@ -173,9 +183,10 @@ class PlanSearch:
         self._begun = self.executor.device.now_s()
         self.executor.flow.peak_held_bytes = 0
 
-    def measure(self, step: int) -> None:
+    def measure(self, step: int, program: Program) -> None:
         """Note what a step has shown, at its end; `advance` uses it once all ranks agree that it ran the program."""
         executor = self.executor
+        share = self._share_of(program)
         executor.device.synchronize()
         self._measured[step] = _Measured(
             phase=self._phase,
@@ -185,6 +196,7 @@ class PlanSearch:
             held_bytes=executor.flow.peak_held_bytes,
             refused=executor.transfer.refused - self._refused,
             trace=self._step_trace(),
+            scale=max(1.0, 1.0 / share) if share else 1.0,
         )
         while len(self._measured) > 2:
             del self._measured[min(self._measured)]
@@ -238,17 +250,25 @@ class PlanSearch:
         Raises:
             BudgetError: see `DeviceBudget.require`.
         """
-        observer, peak_bytes = measured.observer, measured.peak_bytes
+        observer, peak_bytes, scale = measured.observer, measured.peak_bytes, measured.scale
+        self._observed += 1
         groups = planning.group_regions(self.regions, observer)
         observer.settle(is_agreed(self.regions, self._gather, self._ranks.members))
         described = planning.describe(groups, observer, self.executor) if groups else []
+        described = [scaled.region(each, scale) for each in described]
         step = measured.trace if peak_bytes is not None else None
         times = in_flight.times(step, self.regions, self.executor.buffers) if step is not None else None
+        times = scaled.in_flight(times, scale) if times is not None else None
+        if peak_bytes is not None:
+            peak_bytes = scaled.peak_bytes(peak_bytes, step.base_bytes if step is not None else 0, scale)
         room_bytes = self._room(peak_bytes) if self.keeps else 0
         host_bytes = self.executor.pool.budget_bytes
         own = described, self._budget.of_plan(host_bytes, room_bytes, self.executor.buffers, times)
         is_ready = bool(groups) or not self.regions
-        task = candidates.agree(own, self._gather, max(1, self._tries), self._alpha, is_ready=is_ready)
+        tries, most_scale = max(1, self._tries), MOST_SCALE * self._observed
+        task = candidates.agree(
+            own, self._gather, tries, self._alpha, is_ready=is_ready, scale=scale, most_scale=most_scale
+        )
         if not (is_ready or self._warned):
             self._warned = True
             text = (
@@ -259,11 +279,12 @@ class PlanSearch:
         if task is None:
             return False
         if not self._is_relieved:
-            self._budget.require(peak_bytes, self._gather, self._ranks.members)
+            self._budget.require(measured.peak_bytes, self._gather, self._ranks.members)
         total_bytes = budgets.peak_bytes(self.executor.device) if peak_bytes is None else peak_bytes
         self._decisions_of = functools.partial(
             planning.decisions_of,
-            held_bytes=measured.held_bytes if task.budget.in_flight else None,
+            held_bytes=ceil(scale * measured.held_bytes) if task.budget.in_flight else None,
+            scale=scale,
             groups=groups,
             observer=observer,
             observed_peak_bytes=total_bytes,
@@ -298,7 +319,7 @@ class PlanSearch:
             if budget_bytes is not None and decisions.peak_bytes <= budget_bytes:
                 most_bytes = min(most_bytes, budget_bytes)
             fits = fits and peak_bytes <= most_bytes
-        self._trials.append(Trial(measured.seconds, fits, decisions.solution.device_bytes))
+        self._trials.append(Trial(measured.scale * measured.seconds, fits, decisions.solution.device_bytes))
 
     def _is_out_of_the_way(self) -> bool:
         """Return whether the first plan fits and runs all regions as without memplug: no plan can be faster."""

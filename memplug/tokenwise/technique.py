@@ -105,6 +105,7 @@ class TokenWise(AgreedTechnique[Decisions]):
             step_trace=self._given.step_trace,
             room=self._room.of_step,
             keeps=self.may_keep,
+            share_of=self.share_of,
         )
         self._work.search.enter()
         return None
@@ -165,12 +166,20 @@ class TokenWise(AgreedTechnique[Decisions]):
         else:
             planning.hold_to(work.decisions, self.executor)
 
-    def turn_freely(self, key: Hashable) -> bool:
-        """Turn on this rank alone, unless a region's recompute passes may launch collectives: see `AgreedTechnique`."""
-        alone, keys = self.executor.is_alone(), (self._key, key)
+    @property
+    def is_free(self) -> bool:
+        """Return whether this rank may turn alone: see `AgreedTechnique`."""
+        return self._is_free_under(self._key)
+
+    def _is_free_under(self, key: Hashable) -> bool:
+        alone = self.executor.is_alone()
         if self.executor.regathers and not alone:
             return False
-        if any(region.communicates_in(each, unless=alone) for region in self._regions for each in keys):
+        return not any(region.communicates_in(key, unless=alone) for region in self._regions)
+
+    def turn_freely(self, key: Hashable) -> bool:
+        """Turn on this rank alone, unless a region's recompute passes may launch collectives: see `AgreedTechnique`."""
+        if not (self.is_free and self._is_free_under(key)):
             return False
         self.turn(key)
         self.plain.end_step(self.decisions)
@@ -268,7 +277,7 @@ class TokenWise(AgreedTechnique[Decisions]):
         check a number for alpha against link and host.
         """
         if self._work.search is not None:
-            self._work.search.measure(step)
+            self._work.search.measure(step, program)
         if self._given.has_regions and is_stable:
             self._shortage.end_step()
         else:

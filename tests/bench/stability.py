@@ -30,7 +30,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memplug
-from memplug.session.programs import Programs, Remembered
+from memplug.session.programs import Programs
+from memplug.session.remembered import Remembered
 from memplug.session.table import Stage
 from tests.bench.table import Row, figures, render, write_rows
 

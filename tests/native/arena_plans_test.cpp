@@ -91,7 +91,7 @@ void what_one_plan_keeps_stays_where_it_is_under_the_other() {
   const auto keeping = [](int64_t slots) {
     ArenaPlan plan = plan_of({}, 0);
     for (int64_t slot = 0; slot < slots; ++slot) {
-      plan.requests.push_back({UNIT, 0, 0, 0, 0, 0, 0, -1});
+      plan.requests.push_back({UNIT, 0, 0, 0, 0, 0, 0, 0, 0, -1, CONSTANT});
       plan.slots.push_back({slot * UNIT, 0});
     }
     plan.kept_bytes = slots * UNIT;

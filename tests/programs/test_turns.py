@@ -47,6 +47,7 @@ def test_losses_and_weights_are_those_without_memplug_to_the_bit(pattern: str, a
     assert train(pattern, steps, {**WAITS, "tokenwise": {"alpha": alpha}}).equals(expected)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("pattern", ["AB", "AAAB", RANDOM])
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_plans_that_take_turns_change_no_bit(pattern: str, alpha: float, monkeypatch: pytest.MonkeyPatch) -> None:

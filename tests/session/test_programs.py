@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from memplug.profile.similarity import Program, similar
 from memplug.session import programs as programs_module
-from memplug.session.programs import FIRST_UNDER, MOST_BEGINNINGS, MOST_PROGRAMS, SIMILAR, Programs, Remembered
+from memplug.session.programs import FIRST_UNDER, MOST_PROGRAMS, SIMILAR, Programs
+from memplug.session.remembered import MOST_BEGINNINGS, Remembered
 from memplug.session.table import Stage
 
 
 def step(length: int) -> Program:
-    """Return the program of steps of this length."""
-    return Program(None, ((length,),))
+    """Return the program of steps of this length, unlike that of any other length."""
+    return Program(None, ((length,),), nodes=length)
 
 
 def remembered(lengths: Sequence[int]) -> Programs:

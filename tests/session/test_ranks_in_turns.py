@@ -1,4 +1,4 @@
-"""Real ranks whose batches take turns plan together, whether they see the same kinds in a step or not."""
+"""Real ranks whose batches take turns plan together, whether they have the same lengths in a step or not."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.apart import STOPS, assert_equal, run, same_decisions, warnings
-from tests.support.turns import RANDOM
+from tests.support.turns import LENGTHS, RANDOM
 
 pytestmark = pytest.mark.distributed
 
 WAITS = {"profiler": {"wait_for_plans": True}}
 SERVED = 0.98
-OWN_STEPS = 12  # of each kind or pair of kinds
+OWN_STEPS = 12  # of each kind
 
 
 @pytest.mark.parametrize("pattern", ["AAB", pytest.param("AB", marks=pytest.mark.long), RANDOM])
@@ -30,13 +30,13 @@ def test_ranks_with_the_same_kinds_in_turn_plan_and_serve_each(pattern: str, tmp
 
 
 @pytest.mark.parametrize("patterns", [["AAB", "ABB"], ["AB", "BA"], ["A", "AB"]])
-def test_ranks_with_different_kinds_in_a_step_plan_for_each_pair(patterns: list[str], tmp_path: Path) -> None:
+def test_ranks_with_different_lengths_in_a_step_plan_for_the_longest(patterns: list[str], tmp_path: Path) -> None:
     ranks = run(tmp_path, 2, kind="turns", patterns=patterns, steps=60, block=WAITS, talks=False)
     length = max(map(len, patterns))
-    pairs = {tuple(pattern[step % len(pattern)] for pattern in patterns) for step in range(length)}
+    longest = {max(LENGTHS[pattern[step % len(pattern)]] for pattern in patterns) for step in range(length)}
     for rank in ranks:
         assert_equal(rank)
-        assert rank["programs"] == rank["with"]["replans"] == len(pairs)
+        assert rank["programs"] == rank["with"]["replans"] == len(longest)
         assert min(min(shares[2 * OWN_STEPS :], default=1.0) for shares in rank["served"].values()) >= SERVED
     assert ranks[0]["history"] == ranks[1]["history"]
     assert not warnings(ranks, STOPS)

@@ -229,7 +229,7 @@ def turns(case: Case) -> Case:
             if attached is not None:
                 step = attached.boundary.followers.find("arena").step
                 asked = step.from_arena + step.fallback
-                own[kind].append(step.planned / asked if asked else 0.0)
+                own[kind].append(step.from_arena / asked if asked else 0.0)
         if attached is not None:
             report = training.session.report()
             found["history"] = [(step, stage.value, index) for step, stage, index, _ in training.session.history]

@@ -15,7 +15,7 @@ from torch import nn
 import memplug
 from memplug.session.table import Stage
 
-LENGTHS = {"A": 16, "B": 24, "C": 12}
+LENGTHS = {"A": 16, "B": 24, "C": 8}
 """Sequence lengths of the kinds of batches."""
 
 RANDOM = "random"
@@ -100,13 +100,14 @@ def train(pattern: str, steps: int, block: dict[str, Any], frozen: str = "", has
     trained, found = model(has_tail), Turns()
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
     tokenwise = {"regions": ["[1-3]"], "min_offload_bytes": 256, **block.get("tokenwise", {})}
-    batches = torch.Generator().manual_seed(1)
+    batches = torch.Generator("cpu").manual_seed(1)
     with memplug.attach(trained, {"enabled": True, "plan_dir": False, **block, "tokenwise": tokenwise}) as session:
         boundary = session._attached.boundary if session.stage is not Stage.OFF else None
         for kind in itertools.islice(kinds_of(pattern), steps):
             trained[0].requires_grad_(kind not in frozen)
             length = LENGTHS["A" if frozen else kind]
-            loss = trained(torch.randint(64, (2, length), generator=batches)).square().mean()
+            tokens = torch.randint(64, (2, length), generator=batches, device="cpu")
+            loss = trained(tokens.to(trained[0].embedding.weight.device)).square().mean()
             is_planned = boundary is not None and boundary.adjuster.decisions is not None
             loss.backward()
             optimizer.step()
@@ -117,7 +118,7 @@ def train(pattern: str, steps: int, block: dict[str, Any], frozen: str = "", has
             arena = boundary.followers.find("arena") if boundary is not None else None
             if arena is not None:
                 asked = arena.step.from_arena + arena.step.fallback
-                found.served[kind].append(arena.step.planned / asked if asked else 0.0)
+                found.served[kind].append(arena.step.from_arena / asked if asked else 0.0)
         found.report = session.report().as_dict()
     found.weights = [parameter.detach().clone() for parameter in trained.parameters()]
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from memplug.tokenwise import candidates
 from memplug.tokenwise.plan import solver as plan
+from tests.support.plans import operator, region
 
 GIB = 1 << 30
 
@@ -152,3 +153,32 @@ def test_all_ranks_try_equally_many_plans() -> None:
     assert [len(plans) for plans in ranks.plans] == [3, 3]
     assert len({swapped(one) for one in ranks.plans[0]}) == 1
     assert len({swapped(one) for one in ranks.plans[1]}) == 3
+
+
+def of_ranks(*scales: float, most_scale: float = 1.6) -> list[candidates.SolveTask | None]:
+    """Return the tasks of ranks that observed steps of other sizes; a later rank has more device bytes."""
+    owns = [([region(operator("mm", (0,), (1,)), saved={1})], budget(device=rank + 1)) for rank in range(len(scales))]
+
+    def task(rank: int) -> candidates.SolveTask | None:
+        def gather(value: Any) -> list[Any]:
+            if isinstance(value, bool):
+                return [value] * len(scales)
+            keys, _, _ = value
+            return [(keys, own[1], scale) for own, scale in zip(owns, scales, strict=True)]
+
+        return candidates.agree(owns[rank], gather, scale=scales[rank], most_scale=most_scale)
+
+    return [task(rank) for rank in range(len(scales))]
+
+
+def test_rank_with_the_largest_step_solves_for_all() -> None:
+    tasks = of_ranks(3.0, 1.2, 1.1, 1.1)
+    assert [task.solver for task in tasks] == [2] * 4
+    assert {task.budget.device_bytes for task in tasks} == {2}, (
+        "what a much smaller step shows of the room is no measure"
+    )
+
+
+def test_no_plan_is_made_from_steps_that_are_all_too_small() -> None:
+    assert of_ranks(3.0, 1.7) == [None, None]
+    assert all(of_ranks(3.0, 1.7, most_scale=3.2)), "after more steps a smaller one has to do"

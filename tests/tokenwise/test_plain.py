@@ -164,7 +164,9 @@ def turn(layers: list[Branches]) -> None:
         layer.tanh = True
 
 
-@pytest.mark.parametrize(("change", "tokens"), [(freeze, 6), (turn, 6), (lambda layers: None, 5), (None, 6)])
+@pytest.mark.parametrize(
+    ("change", "tokens"), [(freeze, 6), (turn, 6), (lambda layers: None, 9), (lambda layers: None, 3), (None, 6)]
+)
 def test_changed_step_is_detected_while_regions_are_plain(change: Any, tokens: int) -> None:
     training = Training(Branches, device_budget_gib=1)
     with training.session as session:
