@@ -20,7 +20,7 @@ from memplug.arena.plan.rooms import with_rooms
 from memplug.arena.tables import MARGIN_BYTES, ArenaTables, tables_of
 from memplug.profile.scaling import Inputs
 from memplug.profile.trace import Trace
-from memplug.profile.varying import observed
+from memplug.profile.varying import observed, scales_as
 
 AMENDING_S = 2.0
 PLANNING_BYTES_PER_S = 64 << 20  # arena bytes per second of planning: a small arena can save little
@@ -89,11 +89,19 @@ def amended(plan: AddressPlan, planner: str) -> tuple[AddressPlan, ArenaTables]:
 
 
 def _grown(step: Trace, others: Sequence[Trace], growth: float) -> Inputs:
-    """Return the sizes of a step's inputs, of which those that differ in another step are larger."""
+    """Return the sizes of a step's inputs, of which those that differ in another step are larger.
+
+    If several dimensions differ, each is larger by a root, so that the inputs have `growth` times the elements.
+    """
+    own = step.fingerprint.input_sizes
+    if growth == 1.0 or not all(scales_as(step, other) for other in others):
+        return own
     found = []
     for micro_batch in zip(*(each.fingerprint.input_sizes for each in (step, *others)), strict=True):
-        dimensions = zip(*micro_batch, strict=True)  # of each, its size in the step and in the others
-        found.append(tuple(ceil(growth * sizes[0]) if len(set(sizes)) > 1 else sizes[0] for sizes in dimensions))
+        dimensions = [*zip(*micro_batch, strict=True)]  # of each, its size in the step and in the others
+        changes = {sizes for sizes in dimensions if len(set(sizes)) > 1}  # ids and labels have the same dimensions
+        each = growth ** (1 / max(1, len(changes)))
+        found.append(tuple(ceil(each * sizes[0]) if sizes in changes else sizes[0] for sizes in dimensions))
     return tuple(found)
 
 

@@ -49,7 +49,9 @@ class TrainingPart:
         first: the program of the run's first step, if it has the same sizes as `program` and dissimilar operators;
             else None. ZeRO 3 makes them dissimilar: it learns the order of parameters in the first step.
         gradients_stay: True if parameters keep the memory of their gradients from step to step.
-        family: number of the family of programs that differ in nothing but sizes.
+        plans: number of plans that the run had made when it made this one; the same on all ranks.
+        family: name of the family of programs that differ in nothing but sizes, the same in all runs.
+        is_mixed: True if steps of the program had forwards of several sizes.
         extent: size of the largest steps that the decisions are made for, over that of the family's first program.
         reach: the same size on this rank, over that of `program`.
         begins: inputs that its steps began with; for each, the size of the step over that of the largest.
@@ -60,7 +62,9 @@ class TrainingPart:
     program: PlannedProgram | None
     first: PlannedProgram | None = None
     gradients_stay: bool
-    family: int = 0
+    plans: int = 0
+    family: str = ""
+    is_mixed: bool = False
     extent: float = 1.0
     reach: float = 1.0
     begins: dict[str, float] = field(default_factory=dict)

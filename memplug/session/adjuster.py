@@ -84,7 +84,7 @@ class Adjuster:
         ranks call this, with the same number of programs.
 
         Args:
-            known: programs, each with the family, extent and reach of its `Remembered`, and with its decisions.
+            known: programs, each with further arguments of `Programs.remember`, and with its decisions.
             source: where the first plan was read from, for messages.
             first: the program of the earlier run's first step; None if that program is similar to `known[0]`. If this
                 run's first step is similar to `first`, it counts as a step of `known[0]`.
@@ -99,7 +99,7 @@ class Adjuster:
             self._technique.turn(remembered)
             self._technique.install(decisions)
         self._confirmed = False
-        first_of_all = self.programs[0]
+        first_of_all = self.programs.members(self.programs[0].family)[-1]  # has room for any of the family
         self.taken.expect(first_of_all)
         words = f"{self._technique.in_words(first_of_all.decisions)}, as an earlier run kept it in {source}"
         self.history.note(first_of_all, words)
@@ -198,7 +198,7 @@ class Adjuster:
             program: the step that ended.
         """
         under = self.taken.under
-        if under is None or under is self.programs.members(under.family)[-1]:
+        if under is None or under in self.programs.members(under.family)[-1:]:
             return 1.0
         return max(1.0, (1.0 + self.programs.limits[0]) / (under.share(program) or 1.0))
 
@@ -279,7 +279,9 @@ class Adjuster:
             seen = self._meet(ballot)
         elif seen is not self._last and seen.is_settled:
             self.history.note_return(seen)
-        self.programs.see(seen)
+        for one in (under, seen):
+            if one is not None:
+                self.programs.see(one)
         self._order.add(seen.index)
         self._last = seen
         if ballot.inputs:
@@ -396,6 +398,7 @@ class Adjuster:
         if wrong := technique.judge(decisions):
             raise LayoutError(f"the judge refuses the plan: {wrong}", "Please report it, with a trace.", code="MP016")
         self.replans += 1
+        program.plans = self.replans
         technique.install(decisions)
         if all(one.stage is not Stage.GEN_POLICY for one in self.programs):
             technique.retain(one.decisions for one in self.programs if one.decisions is not None)

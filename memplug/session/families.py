@@ -34,7 +34,7 @@ def meet(programs: Programs, ranks: Ranks, program: Program, above: Remembered |
         warmup_steps: see `Adjuster`.
     """
     relatives = ranks.gather(programs.relatives(program))
-    family = programs.family_of(functools.reduce(operator.and_, relatives))
+    family = programs.family_of(functools.reduce(operator.and_, relatives)) if above is None else above.family
     members = programs.members(family) if family is not None else []
     nearest = above or (members[-1] if members else None)
     own = nearest.share(program) if nearest is not None else program.size
@@ -43,11 +43,14 @@ def meet(programs: Programs, ranks: Ranks, program: Program, above: Remembered |
     sizes = [size for others, size in everyone if size and (nearest is not None or others == forwards)]
     most = max(sizes, default=own or 1.0)
     if above is not None:
-        most = BAND ** -floor(log(1 / most, BAND) + 1e-6)
+        most = BAND ** -max(1, floor(log(1 / most, BAND) + 1e-6))
     elif members:
         most = max(most, GROWTH)
     extent = nearest.extent * most if nearest is not None else 1.0
-    seen = programs.remember(program, family, extent, max(1.0, most / own) if own else 1.0)
+    if own or nearest is None:
+        seen = programs.remember(program, family, extent, max(1.0, most / own) if own else 1.0)
+    else:  # an empty step shows no size
+        seen = programs.remember(nearest.baseline, family, extent, max(1.0, nearest.reach * most))
     if programs.covering(seen) is seen:
         is_planned = any(one.stage is not Stage.WARM_UP for one in members)
         seen.steps = warmup_steps if is_planned else max((one.steps for one in members), default=0)

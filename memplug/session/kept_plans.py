@@ -26,7 +26,7 @@ from memplug.session.technique import AgreedTechnique
 
 log = logging.getLogger("memplug")
 
-SIZES = ("family", "extent", "reach")  # of a program, see `Remembered`
+SIZES = ("family", "extent", "reach", "is_mixed")  # of a program, see `Remembered`
 SETTLED_STEPS = 8  # an amended plan (see `end_step`) is written to disk after so many steps under it
 
 
@@ -90,13 +90,15 @@ class KeptPlans:
         else:
             programs = [_program_of(plan.training.program) for plan in plans]
             first = plans[0].training.first
-            known = list(zip(programs, _sizes([plan.training for plan in plans]), decided, strict=True))
+            sizes = [{name: getattr(plan.training, name) for name in SIZES} for plan in plans]
+            known = list(zip(programs, sizes, decided, strict=True))
             lasting = self._adjuster.resume(known, str(self.file), first and _program_of(first))
             self._agreed.reserve(decided)
         self._plans = dict(zip(lasting, plans, strict=False))
         for each, plan in self._plans.items():
             if each.program is not None:
                 each.program.begins.update(plan.training.begins)
+                each.program.plans = plan.training.plans
         self._kept = {_index_of(each): _RanPlan(each, ()) for each in self._plans}
         return True
 
@@ -109,9 +111,9 @@ class KeptPlans:
     def check(self, inputs: str, followers: Followers) -> None:
         """Warn and take the plan out of force if no kept plan suits the inputs of the first forward."""
         taken = self._adjuster.taken
-        plan = self._plans[taken.running]
-        expected = plan.fingerprint.inputs[:1] or (inputs,)
-        if taken.is_recognised or inputs == expected[0]:
+        plan = self._plans.get(taken.running)
+        expected = (plan.fingerprint.inputs[:1] if plan is not None else ()) or (inputs,)
+        if plan is not None and (taken.is_recognised or inputs == expected[0]):
             return
         if taken.program is None and kind(inputs) == kind(expected[0]) and followers.scale:
             return
@@ -135,11 +137,11 @@ class KeptPlans:
             parts: the parts in force, by technique; None while one of them is missing.
             recording: the session's recording; None without the recorder.
         """
-        lasting = self._adjuster.lasting
-        if self.file is not None and self._is_first and self._adjuster.taken.running not in self._plans:
+        lasting, running = self._adjuster.lasting, self._adjuster.taken.running
+        if self.file is not None and self._is_first and running not in self._plans:
             self._refuse(f"{self.file} is for another program than that of the first step")
-        elif self._is_turned_away and lasting.decisions is not None:
-            self._agreed.install(lasting.decisions)  # the step ran the plan's program after all
+        elif self._is_turned_away and running is not None and running.decisions is not None:
+            self._agreed.install(running.decisions)  # the step ran the plan's program after all
         self._is_first = self._is_turned_away = False
         self._finish(waits=False)
         if lasting is None:
@@ -236,9 +238,14 @@ class KeptPlans:
             program=program and _planned(program.baseline, recording),
             first=self._first_unlike(program, recording) if program is not None else None,
             gradients_stay=recording is not None and recording.gradients_stay,
-            **({name: getattr(program, name) for name in SIZES} if program is not None else {}),
-            begins={inputs: share for inputs, share in program.begins.items() if share} if program is not None else {},
+            **(self._sizes(program) if program is not None else {}),
         )
+
+    def _sizes(self, program: Remembered) -> dict[str, Any]:
+        found = {name: getattr(program, name) for name in SIZES}
+        family = program.family if isinstance(program.family, str) else f"{self._store.run}:{program.family}"
+        begins = {inputs: share for inputs, share in program.begins.items() if share}
+        return {**found, "plans": program.plans, "family": family, "begins": begins}
 
     def _first_unlike(self, program: Remembered, recording: Recording | None) -> PlannedProgram | None:
         first, limits = self._adjuster.first, self._adjuster.programs.limits
@@ -251,16 +258,6 @@ class KeptPlans:
         if (decisions is None) != (plan.training.program is None):
             return "there are decisions without a program, or a program without decisions"
         return self._agreed.lacks(decisions) if decisions is not None else ""
-
-
-def _sizes(plans: list[TrainingPart]) -> list[dict[str, Any]]:
-    """Return the family, extent and reach of each plan's program; runs number their families each by itself."""
-    families: dict[tuple[str, int], int] = {}
-    numbers = [families.setdefault((plan.run, plan.family), len(families)) for plan in plans]
-    return [
-        {"family": family, "extent": plan.extent, "reach": plan.reach}
-        for family, plan in zip(numbers, plans, strict=True)
-    ]
 
 
 def _index_of(lasting: Lasting) -> int:

@@ -27,7 +27,7 @@ log = logging.getLogger("memplug")
 MOST_PLANS = 8  # a run resumes from at most so many plans of its job, the latest ones
 MOST_COMPARED = 8  # the most similar job is sought among so many plans, the latest ones
 
-_Key = tuple[str, int]  # (run, index of the program in that run)
+_Key = tuple[str, int, int]  # (run, index of the program in that run, its plans: see `TrainingPart`)
 
 
 class PlanStore:
@@ -70,8 +70,9 @@ class PlanStore:
         common = set.intersection(*(set(keys) for _, keys, _ in everyone))
         if any(keys for _, keys, _ in everyone) and not common and not self.refused:
             self.refused = "no earlier run has kept a plan for every rank"
-        runs = sorted({run for run, _ in common}, reverse=True)
-        order = [key for run in runs for key in sorted(common) if key[0] == run]
+        latest = {key[:2]: key for key in sorted(common)}  # a program may have been planned for again
+        runs = sorted({run for run, _ in latest}, reverse=True)
+        order = [latest[program] for run in runs for program in sorted(latest) if program[0] == run]
         return [own[key] for key in order[:MOST_PLANS]]
 
     def keep(self, plan: MemoryPlan, beside: Beside) -> None:
@@ -101,7 +102,7 @@ class PlanStore:
         return f".rank{rank}.json" if self._job.world_size > 1 else ".json"
 
     def _own(self, unfit: Callable[[MemoryPlan], str]) -> tuple[dict[_Key, MemoryPlan], str]:
-        """Return this rank's plans by run and index of the program, and why there are none ("" if there are some)."""
+        """Return this rank's plans by key, and why there are none ("" if there are some)."""
         if self._folder is None or not os.path.isdir(self._folder):  # unlike `Path.is_dir`, this never raises
             return {}, ""
         refused, own = "", {}
@@ -117,7 +118,7 @@ class PlanStore:
             if why:
                 refused = refused or f"{file}: {why}"
                 continue
-            own[plan.training.run, plan.training.index] = plan
+            own[plan.training.run, plan.training.index, plan.training.plans] = plan
             if unread := sorted(plan.parts.keys() - {each.name for each in self._judges}):
                 text = (
                     "memplug: %s has parts that no technique here reads: %s. They stay in the file. If a technique "

@@ -122,8 +122,6 @@ class Programs:
 
         A step of unknown size fits, as does an empty one.
         """
-        if similar(program, known.baseline, *self.limits):
-            return True
         return self.has_room(program, known) is not False and related(program, known.baseline, *self.limits)
 
     def has_room(self, program: Program, known: Remembered) -> bool | None:
@@ -168,7 +166,7 @@ class Programs:
             return expected
         return max(seen, key=self._by_age.index, default=None)
 
-    def is_mixed(self, family: int) -> bool:
+    def is_mixed(self, family: int | str) -> bool:
         """Return whether steps of a family had forwards of several sizes; then all run by the plan for the largest."""
         return any(one.is_mixed for one in self._all if one.family == family)
 
@@ -177,7 +175,7 @@ class Programs:
         family = [other for other in self.members(one.family) if other in among]
         return one is family[-1 if largest or self.is_mixed(one.family) else 0]
 
-    def members(self, family: int) -> list[Remembered]:
+    def members(self, family: int | str) -> list[Remembered]:
         """Return the programs of a family, by the size of the steps that they are made for, the smallest first."""
         return sorted((one for one in self._all if one.family == family), key=lambda one: one.extent)
 
@@ -200,22 +198,34 @@ class Programs:
         If none did, return the smallest of those that a step with such inputs probably fits.
         """
         most = 1 + self.limits[0]
-        if known := [one for one in self._by_age if inputs in one.begins and (one.begins[inputs] or 0) <= most]:
-            return [one for one in known if self._is_last(one, known)]
+        if known := [one for one in self._by_age if inputs in one.begins]:
+            fitting = [one for one in self._by_age if any(self._has_room_for(inputs, one, other) for other in known)]
+            return [one for one in fitting if self._is_last(one, fitting)]
         shares = {one: one.likely_share(inputs) for one in self._by_age}
         fitting = [one for one, share in shares.items() if share is not None and share <= most]
         return [one for one in fitting if self._is_last(one, fitting)]
+
+    def _has_room_for(self, inputs: str, one: Remembered, known: Remembered) -> bool:
+        """Return whether a program of the family of a known one has room for all steps that began with these inputs."""
+        family = [other for other in self._all if other.family == known.family and inputs in other.begins]
+        needed = max((other.begins[inputs] or 0) * other.extent for other in family)
+        return one.family == known.family and needed <= (1 + self.limits[0]) * one.extent
 
     def relatives(self, program: Program) -> int:
         """Return the mask of the programs that a step of this rank differs from in nothing but sizes."""
         return sum(1 << one.index for one in self._all if related(program, one.baseline, *self.limits))
 
-    def family_of(self, relatives: int) -> int | None:
+    def family_of(self, relatives: int) -> int | str | None:
         """Return the family of the first program in a mask; None for an empty mask."""
         return next((one.family for one in self._all if relatives >> one.index & 1), None)
 
     def remember(
-        self, program: Program, family: int | None = None, extent: float = 1.0, reach: float = 1.0
+        self,
+        program: Program,
+        family: int | str | None = None,
+        extent: float = 1.0,
+        reach: float = 1.0,
+        is_mixed: bool = False,
     ) -> Remembered:
         """Add a program; if there is no room, forget the one that ran last longest ago.
 
@@ -224,6 +234,7 @@ class Programs:
             family: the family that it belongs to; None: one of its own.
             extent: see `Remembered`.
             reach: see `Remembered`.
+            is_mixed: see `Remembered`.
         """
         index = len(self._all)
         if index == MOST_PROGRAMS:
@@ -232,7 +243,8 @@ class Programs:
             index = forgotten.index
             self._forget(forgotten)
         new = Remembered(index, program, self._families if family is None else family, extent, reach)
-        self._families = max(self._families, new.family + 1)
+        self._families += family is None
+        new.is_mixed = is_mixed
         self._all[index : index + 1] = [new]
         self._by_age.append(new)
         self._voted = None

@@ -20,7 +20,7 @@ class Remembered:
 
     Attributes:
         index: the program's bit in a vote.
-        family: number of its family, the same on all ranks.
+        family: number of its family, the same on all ranks; the name of one from an earlier run.
         extent: largest size of the steps that it is made for, over that of its family's first program; the same on all
             ranks.
         reach: the same size on this rank, over the size of `baseline`.
@@ -33,6 +33,7 @@ class Remembered:
         begins: shapes and dtypes of the inputs that this rank's steps began with, the latest last; with each, the
             size of the step over the largest that the program is made for, None if unknown.
         unwatched: number of this rank's steps of the program since its operators were last watched.
+        plans: number of plans that the run had made when it made the program's.
         is_proven: True once a step with watched operators ran the program under its plan.
         is_mixed: True once a step of a rank had forwards of several sizes.
         is_genuine: True once a step ran the program under other settings than another program's plan.
@@ -40,12 +41,12 @@ class Remembered:
         turns: number of times in a row that its steps ran as another program under a plan, each time the same.
     """
 
-    def __init__(self, index: int, baseline: Program, family: int, extent: float = 1.0, reach: float = 1.0):
+    def __init__(self, index: int, baseline: Program, family: int | str, extent: float = 1.0, reach: float = 1.0):
         self.index, self.family, self.extent, self.reach = index, family, extent, reach
         self.baseline = baseline
         self.nodes = (baseline.nodes, baseline.nodes)
         self.stage = Stage.WARM_UP
-        self.steps = self.unwatched = 0
+        self.steps = self.unwatched = self.plans = 0
         self.decisions: Any = None
         self.begins: dict[str, float | None] = {}
         self.is_proven = self.is_genuine = self.is_mixed = False

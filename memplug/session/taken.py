@@ -98,7 +98,7 @@ class TakenProgram:
     @property
     def is_own(self) -> bool:
         """Return whether the step runs by its own program's settings, not by those of a larger one of its family."""
-        return self.under is self.program
+        return self.running is None or self.running.program is self.program
 
     @property
     def is_unsure(self) -> bool:

@@ -70,12 +70,14 @@ def agree(
         least[keys] = min(others_scale, least.get(keys, math.inf))
     if max(least.values()) > most_scale:
         return None
-    budgets = [other for keys, other, others_scale in everyone if keys == mine and others_scale <= most_scale]
-    shared = ("d2h_bytes_per_s", "h2d_bytes_per_s", "host_bytes", "device_bytes")
+    budgets = [other for keys, other, _ in everyone if keys == mine]
+    measured = [other for keys, other, others_scale in everyone if keys == mine and others_scale <= most_scale]
+    shared = ("d2h_bytes_per_s", "h2d_bytes_per_s", "host_bytes")
     smallest = replace(
         budget,
         **{name: min(getattr(other, name) for other in budgets) for name in shared},
-        in_flight=_tightest([other.in_flight for other in budgets]),
+        device_bytes=min(other.device_bytes for other in measured),
+        in_flight=_tightest([other.in_flight for other in measured]),
     )
     fraction = min(gather(memo.fraction_of(regions, smallest))) if alpha == "memo" else None
     solver = next(i for i, (keys, _, own_scale) in enumerate(everyone) if keys == mine and own_scale == least[mine])

@@ -63,15 +63,15 @@ class StepObserver:
         self.is_agreed = False
 
     def __call__(self, region: Region, frame: Any, tape: Tape) -> None:
-        """Note the tape and the sizes of a timed frame whose forward is over."""
+        """Note the tape and the sizes of a timed frame whose forward is over; the largest forward's tape stays."""
         name = region.name
-        self.tapes[name] = tape
-        self.given_bytes[name] = max(frame.given_bytes, self.given_bytes.get(name, 0))
-        self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
         # results of collectives and of operators that choose are swapped whole, like inputs; an opaque region swaps
         # only its input
-        self._whole[name] = tape.received | _chosen(tape) if not region.opaque else set()
-        large = list(filter(self.is_large, (tape.bytes[number] for number in self._whole[name])))
+        whole = tape.received | _chosen(tape) if not region.opaque else set()
+        if frame.given_bytes >= self.given_bytes.get(name, 0):
+            self.tapes[name], self._whole[name], self.given_bytes[name] = tape, whole, frame.given_bytes
+        self.saved_bytes[name] = max(frame.saved_bytes, self.saved_bytes.get(name, 0))
+        large = list(filter(self.is_large, (tape.bytes[number] for number in whole)))
         input_bytes, before = frame.offered_bytes + sum(large), self.input_bytes.get(name, 0.0)
         self._forwards[name] += 1
         self.input_bytes[name] = before + (input_bytes - before) / self._forwards[name]

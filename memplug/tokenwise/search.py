@@ -16,7 +16,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf, isfinite
 from typing import Literal
 
 from memplug.beside import Beside
@@ -153,7 +153,7 @@ class PlanSearch:
         self._trials: list[Trial] = []
         self._measured: dict[int, _Measured] = {}  # by step: the latest two, since votes may be read one step late
         self._phase = 0  # number of times that measurements changed how the next step of the program runs
-        self._refused = self._observed = 0
+        self._refused = self._observed = self._base_bytes = 0
         self._begun = 0.0
         self._warned = False
         for region in self.regions:
@@ -196,7 +196,7 @@ class PlanSearch:
             held_bytes=executor.flow.peak_held_bytes,
             refused=executor.transfer.refused - self._refused,
             trace=self._step_trace(),
-            scale=max(1.0, 1.0 / share) if share else 1.0,
+            scale=max(1.0, 1.0 / share) if share else inf if self.regions and not program.size else 1.0,
         )
         while len(self._measured) > 2:
             del self._measured[min(self._measured)]
@@ -250,7 +250,8 @@ class PlanSearch:
         Raises:
             BudgetError: see `DeviceBudget.require`.
         """
-        observer, peak_bytes, scale = measured.observer, measured.peak_bytes, measured.scale
+        observer, peak_bytes = measured.observer, measured.peak_bytes
+        scale = measured.scale if isfinite(measured.scale) else 1.0  # an empty step: another rank's step counts
         self._observed += 1
         groups = planning.group_regions(self.regions, observer)
         observer.settle(is_agreed(self.regions, self._gather, self._ranks.members))
@@ -259,15 +260,16 @@ class PlanSearch:
         step = measured.trace if peak_bytes is not None else None
         times = in_flight.times(step, self.regions, self.executor.buffers) if step is not None else None
         times = scaled.in_flight(times, scale) if times is not None else None
+        self._base_bytes = step.base_bytes if step is not None else 0
         if peak_bytes is not None:
-            peak_bytes = scaled.peak_bytes(peak_bytes, step.base_bytes if step is not None else 0, scale)
+            peak_bytes = scaled.peak_bytes(peak_bytes, self._base_bytes, scale)
         room_bytes = self._room(peak_bytes) if self.keeps else 0
         host_bytes = self.executor.pool.budget_bytes
         own = described, self._budget.of_plan(host_bytes, room_bytes, self.executor.buffers, times)
         is_ready = bool(groups) or not self.regions
         tries, most_scale = max(1, self._tries), MOST_SCALE * self._observed
         task = candidates.agree(
-            own, self._gather, tries, self._alpha, is_ready=is_ready, scale=scale, most_scale=most_scale
+            own, self._gather, tries, self._alpha, is_ready=is_ready, scale=measured.scale, most_scale=most_scale
         )
         if not (is_ready or self._warned):
             self._warned = True
@@ -312,14 +314,15 @@ class PlanSearch:
 
     def _note(self, measured: _Measured) -> None:
         decisions, peak_bytes = self._candidates[len(self._trials)], measured.peak_bytes
-        fits = not measured.refused
+        fits, scale = not measured.refused, measured.scale if isfinite(measured.scale) else 1.0
         if peak_bytes is not None and decisions.peak_bytes is not None:
+            peak_bytes = scaled.peak_bytes(peak_bytes, self._base_bytes, scale)
             budget_bytes = self._budget.nbytes
             most_bytes = decisions.peak_bytes * (1.0 + PEAK_SLACK)
             if budget_bytes is not None and decisions.peak_bytes <= budget_bytes:
                 most_bytes = min(most_bytes, budget_bytes)
             fits = fits and peak_bytes <= most_bytes
-        self._trials.append(Trial(measured.scale * measured.seconds, fits, decisions.solution.device_bytes))
+        self._trials.append(Trial(scale * measured.seconds, fits, decisions.solution.device_bytes))
 
     def _is_out_of_the_way(self) -> bool:
         """Return whether the first plan fits and runs all regions as without memplug: no plan can be faster."""

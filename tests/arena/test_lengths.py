@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from memplug.arena.plan import auto
 from memplug.arena.plan.changed import with_longer
 from memplug.arena.plan.part import address_plan
 from memplug.arena.plan.problem import Problem, buffers
+from memplug.arena.planning import _grown
 from memplug.arena.report import ArenaReport
-from memplug.profile.records import Pass, Phase
+from memplug.profile.records import Fingerprint, Pass, Phase
 from memplug.profile.scaling import BOUNDED
 from memplug.sizes import BLOCK_BYTES
 from tests.support.lengths import (
@@ -116,3 +118,22 @@ def test_problem_of_a_longer_step_scales_what_follows_from_its_inputs(tokens: in
     assert (longer.buffers["size"] // BLOCK_BYTES).tolist() == blocks
     assert judge_addresses(address_plan(longer, auto.plan(longer, "search", time_limit_s=1))) == ()
     assert with_longer(longer, ((1, tokens),)) is None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded step, of which only the inputs count."""
+
+    fingerprint: Fingerprint
+
+
+def recorded(*inputs: str) -> Recorded:
+    return Recorded(Fingerprint(inputs=inputs))
+
+
+def test_inputs_grow_in_those_dimensions_that_differ_between_steps() -> None:
+    one, other = recorded("int64[2, 100], int64[2, 100]"), recorded("int64[2, 60], int64[2, 60]")
+    assert _grown(one, [other], 1.5) == ((2, 150, 2, 150),)
+    assert _grown(one, [other], 1.0) == _grown(one, [], 2.0) == ((2, 100, 2, 100),)
+    assert _grown(one, [recorded("int64[4, 60], int64[4, 60]")], 4.0) == ((4, 200, 4, 200),)
+    assert _grown(one, [recorded("int64[2, 60]"), other], 1.5) == ((2, 100, 2, 100),), "another kind of inputs"

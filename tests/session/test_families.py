@@ -40,7 +40,7 @@ def family(*sizes: int) -> Programs:
     """Return the programs of a family, each made for steps of a size, in this order; all have plans."""
     programs = Programs(0.05, 0.95)
     for size in sizes:
-        one = programs.remember(step(size), 0, size / sizes[0])
+        one = programs.remember(step(size), "a run:0", size / sizes[0])
         one.stage, one.decisions = Stage.STABLE, f"plan for {size}"
         programs.enter(one)
     return programs
@@ -124,6 +124,22 @@ def test_inputs_name_the_smallest_program_that_has_room_for_them() -> None:
     assert programs.beginning_with("int64[2, 1, 100]") == []
 
 
+def test_inputs_that_steps_of_several_sizes_begin_with_name_the_program_for_the_largest() -> None:
+    programs = family(100, 400, 200)
+    for one, size in zip(programs, (100, 400, 200), strict=True):
+        one.note_beginning("int64[8, 512]", step(size))
+    assert programs.beginning_with("int64[8, 512]") == [programs[1]]
+    programs[1].note_beginning("int64[8, 512]", step(900))
+    assert programs.beginning_with("int64[8, 512]") == []
+
+
+def test_largest_forward_decides_whether_a_step_fits() -> None:
+    programs = Programs(0.05, 0.95)
+    programs.remember(step(512, 512, 512, 512))
+    assert voted(programs, 500, 512, 490, 460) == ([0], [])
+    assert voted(programs, 1700, 116, 116, 116) == ([], []), "as many bytes, in one forward"
+
+
 def test_first_program_is_made_for_the_largest_rank() -> None:
     programs = Programs(0.05, 0.95)
     ranks = Gathers(lambda value: 0 if isinstance(value, int) else (value[0], 250))
@@ -133,7 +149,7 @@ def test_first_program_is_made_for_the_largest_rank() -> None:
 def test_longer_steps_are_planned_for_at_once_with_room_to_grow() -> None:
     programs = family(100)
     found = families.meet(programs, Gathers(), step(110), None, 2)
-    assert found.reach * 110 == pytest.approx(125) and found.family == 0 and found.steps == 2
+    assert found.reach * 110 == pytest.approx(125) and found.family == "a run:0" and found.steps == 2
     assert families.meet(programs, Gathers(), step(400), None, 2).reach == 1.0
 
 
@@ -144,10 +160,17 @@ def test_shorter_steps_get_programs_whose_sizes_tile_the_lengths() -> None:
     assert families.meet(programs, Gathers(), step(100), made, 2).reach * 100 == pytest.approx(400 / BAND**3)
 
 
+def test_rank_with_an_empty_step_knows_the_sizes_of_the_program_that_others_met() -> None:
+    programs = family(100)
+    ranks = Gathers(lambda value: value if isinstance(value, int) else (value[0], 3.0))
+    found = families.meet(programs, ranks, step(0), None, 2)
+    assert found.extent == 3.0 and programs.has_room(step(300), found) and not programs.has_room(step(320), found)
+
+
 def test_ranks_that_do_not_agree_on_a_relative_meet_a_program_without_a_family() -> None:
     programs = family(100)
     ranks = Gathers(lambda value: 0 if isinstance(value, int) else value)
-    assert families.meet(programs, ranks, step(100), None, 2).family == 1
+    assert families.meet(programs, ranks, step(100), None, 2).family == 0
 
 
 def assert_has_room(rank: Rank, lengths: Sequence[int]) -> None:

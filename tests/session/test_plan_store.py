@@ -66,13 +66,13 @@ def test_rank_that_replaces_an_estimated_plan_leaves_other_ranks_plans(tmp_path:
 @pytest.mark.parametrize(
     ("keys", "why", "refused"),
     [
-        ([("estimate", 0)], "", ""),
+        ([("estimate", 0, 0)], "", ""),
         ([], "it swaps too much", "it swaps too much"),
-        ([("run", 0)], "", "no earlier run has kept a plan for every rank"),
+        ([("run", 0, 0)], "", "no earlier run has kept a plan for every rank"),
     ],
 )
 def test_ranks_resume_from_an_estimated_plan_only_if_all_can(
-    keys: list[tuple[str, int]], why: str, refused: str, tmp_path: Path
+    keys: list[tuple[str, int, int]], why: str, refused: str, tmp_path: Path
 ) -> None:
     keep(store(tmp_path, 0, OtherRanks(are_made_up=True)), plan("estimate"))
     of_rank_1 = store(tmp_path, 1, OtherRanks(answers=[("a run", keys, why)]))

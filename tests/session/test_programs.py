@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import and_
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -126,13 +127,13 @@ def test_renewal_moves_a_programs_baseline_and_drift_counts_from_there() -> None
 
 
 def test_repeated_votes_compare_programs_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
+    compared, fits = [], Programs.fits
 
-    def count(*args: object) -> bool:
+    def count(*args: Any) -> bool:
         compared.append(args)
-        return similar(*args)
+        return fits(*args)
 
-    monkeypatch.setattr(programs_module, "similar", count)
+    monkeypatch.setattr(Programs, "fits", count)
     known = remembered([100, 200, 300])
     assert {known.vote(step(200)) for _ in range(100)} == {0b010} and len(compared) == 3
     known.remember(step(204))
