@@ -10,8 +10,8 @@ ways:
 
 Exits with 1 if a loss is off, or the session's stages are wrong: the session must plan once for each sequence length.
 
-Then measures the time that remembered programs save: two sequence lengths take turns, every 20 steps, in one run whose
-session remembers programs, and in one whose session forgets a program as soon as another begins.
+Then measures the time that remembered programs save: steps of four and of two micro-batches take turns, every 20 steps,
+in one run whose session remembers programs, and in one whose session forgets a program as soon as another begins.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MICRO_BATCHES = 4
 STEPS_OF_AN_EPOCH = 70
 STEPS_BETWEEN_VALIDATIONS = 200
 STEPS_BETWEEN_SCALE_GROWTH = 30
-STEPS_OF_A_LENGTH = 20
+STEPS_OF_A_TURN = 20
 BLOCK = {"enabled": True, "tokenwise": {"min_offload_bytes": 1024}}
 
 
@@ -90,15 +90,19 @@ class Training:
         """Return whether the sequences of this step, counted from 1, are the longer ones."""
         return self.steps * 3 // 5 < step <= self.steps * 4 // 5
 
+    def micro_batches(self, step: int) -> int:
+        """Return the number of micro-batches of this step."""
+        return MICRO_BATCHES
+
     def train(self, step: int, log: Log) -> None:
         """Run one step of the optimizer, and the validation if one follows it."""
         tokens = self.tokens * 3 // 2 if self.long(step) else self.tokens
-        total = 0.0
-        for index in range(MICRO_BATCHES):
-            short = index == MICRO_BATCHES - 1 and step % STEPS_OF_AN_EPOCH == 0
+        total, count = 0.0, self.micro_batches(step)
+        for index in range(count):
+            short = index == count - 1 and step % STEPS_OF_AN_EPOCH == 0
             batch = self._batch(1 if short else 2, tokens)
             with torch.autocast("cpu", torch.float16):
-                loss = self.model(input_ids=batch, labels=batch).loss / MICRO_BATCHES
+                loss = self.model(input_ids=batch, labels=batch).loss / count
             self.scaler.scale(loss).backward()
             total += loss.item()
         before = self.scaler.get_scale()
@@ -141,17 +145,19 @@ def run(steps: int, tokens: int, with_memplug: bool) -> Log:
     return log
 
 
-def only_current(programs: Programs, mask: int) -> Remembered | None:
+def only_current(programs: Programs, mask: int, *_: Any, **__: Any) -> Remembered | None:
     """Replace `Programs.agreed` in a session that knows only the current program."""
     current = programs.current
     return current if current is not None and mask >> current.index & 1 else None
 
 
 def alternate(steps: int, tokens: int, remembering: bool) -> tuple[int, float]:
-    """Train with a sequence length that changes every 20 steps; return the steps under a plan, and the seconds."""
+    """Train with micro-batches whose number changes every 20 steps; return the steps under a plan, and the seconds."""
     training, planned = Training(steps, tokens), 0
-    training.long = lambda step: bool(step // STEPS_OF_A_LENGTH % 2)
-    forgetting = mock.patch.object(Programs, "agreed", only_current)
+    training.micro_batches = lambda step: MICRO_BATCHES // (1 + step // STEPS_OF_A_TURN % 2)
+    forgetting = mock.patch.multiple(
+        Programs, agreed=only_current, beginning_with=lambda programs, inputs: [], covering=lambda programs, one: one
+    )
     with contextlib.nullcontext() if remembering else forgetting, memplug.attach(training.model, BLOCK) as session:
         begin = time.perf_counter()
         for step in range(1, steps + 1):
@@ -198,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         "changes": ("1", float(len(watched.history))),
         "run_s_over_plain": ("1", watched.seconds / plain.seconds),
     }
-    turns = max(2, args.steps // 500) * 2 * STEPS_OF_A_LENGTH
+    turns = max(2, args.steps // 500) * 2 * STEPS_OF_A_TURN
     for way in ("remembering", "forgetting"):
         planned, seconds = alternate(turns, args.tokens, way == "remembering")
         measured[f"share_of_steps_with_a_plan_{way}"] = ("1", planned / turns)

@@ -147,7 +147,7 @@ def test_long_run_writes_its_memory_curve_and_growth(steps, chrome, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("alpha", ["0", "auto"])
 def test_long_run_of_awkward_steps_leaks_no_objects(alpha, capsys):
-    leaks.main(["--steps", "160", "--awkward", "--alpha", alpha])
+    leaks.main(["--steps", "320", "--awkward", "--alpha", alpha])
     assert "counts that grew: none" in capsys.readouterr().out
 
 
