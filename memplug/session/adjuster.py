@@ -70,7 +70,7 @@ class Adjuster:
         self._unplanned_steps = 0  # number of steps in a row that ran programs in warm-up
         self._change = "none"  # how the latest program that ranks met differs from the one that they expected
         self._confirmed = True  # False after `resume`, until the first step has shown its program
-        self._is_free = True  # whether each rank may turn by itself, as all ranks know it by now
+        self._bound: set[int | str] = set()  # families in a step of which a rank was not free to turn by itself
         running = Lasting(None, None) if stage is Stage.STABLE else None
         self.taken = TakenProgram(technique, self.programs, running, is_shared=len(ranks.members) > 1)
         self.first: Program | None = None  # the program of the run's first step
@@ -273,7 +273,6 @@ class Adjuster:
         """Read the votes on a step, and change the stage and decisions of its program accordingly."""
         mask = ballot.agreed()
         under = self.programs.under(mask)
-        self._is_free = bool(mask & FREE)
         seen = self._seen(ballot, mask, under)
         if seen is None:
             seen = self._meet(ballot)
@@ -287,6 +286,8 @@ class Adjuster:
         if ballot.inputs:
             seen.note_beginning(ballot.inputs, ballot.program)
         seen.is_mixed = seen.is_mixed or not mask & EVEN
+        if not mask & FREE:
+            self._bound.add(seen.family)
         self._note_turns(seen, under, bool(mask & ALIKE))
         seen.steps += 1
         before = seen.stage
@@ -305,7 +306,7 @@ class Adjuster:
         is_searched = under is not None and under.stage is Stage.GEN_POLICY and mask >> under.index & 1
         if is_searched and self.taken.is_shared:  # another rank's step may be larger
             return under
-        seen = self.programs.agreed(mask & SIMILAR, under, ballot.expected, alike=not self._is_free)
+        seen = self.programs.agreed(mask & SIMILAR, under, ballot.expected, alike=not mask & FREE)
         is_below = seen is not None and mask >> FIRST_BELOW + seen.index & 1
         return self._meet(ballot, above=seen) if is_below and not self.programs.is_mixed(seen.family) else seen
 
@@ -374,7 +375,7 @@ class Adjuster:
             return self._last or self.programs.current
         program = self.programs[self._order.follows(ahead=1 if self._ballot is None else 2)]
         members = self.programs.members(program.family)
-        if not self._is_free or self.programs.is_mixed(program.family):
+        if program.family in self._bound or self.programs.is_mixed(program.family):
             return members[-1]
         searched = [one for one in members if one.stage is Stage.GEN_POLICY]
         return searched[-1] if searched and self.taken.is_shared else program
