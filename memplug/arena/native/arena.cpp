@@ -269,6 +269,9 @@ void Arena::take_in(Reservation& part, char* begin, char* end, int64_t nbytes, S
   if (checks_) {
     counters_.written_beyond += !device_.is_filled(begin + nbytes, end - begin - nbytes, SURROUNDING, stream);
     device_.fill(begin, end - begin, FREED, stream);
+    if (!open_) {
+      pending_.add(begin, end, stream); // the memory may go back to the device at once
+    }
   }
   counters_.live_bytes -= nbytes;
   counters_.live_size -= end - begin;
