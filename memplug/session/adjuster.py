@@ -273,14 +273,14 @@ class Adjuster:
         """Read the votes on a step, and change the stage and decisions of its program accordingly."""
         mask = ballot.agreed()
         under = self.programs.under(mask)
+        if under is not None:
+            self.programs.see(under)  # first: a new program may take the place of the one that ran longest ago
         seen = self._seen(ballot, mask, under)
         if seen is None:
             seen = self._meet(ballot)
         elif seen is not self._last and seen.is_settled:
             self.history.note_return(seen)
-        for one in (under, seen):
-            if one is not None:
-                self.programs.see(one)
+        self.programs.see(seen)
         self._order.add(seen.index)
         self._last = seen
         if ballot.inputs:

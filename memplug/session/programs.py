@@ -1,6 +1,6 @@
 """The programs that a run's steps ran so far, with their decisions, and this rank's vote on the program of a step.
 
-A vote is a bit mask of the remembered programs that a step is similar to. Each rank compares its step with one
+A vote is a bit mask of the remembered programs that a step fits. Each rank compares its step with one
 of its own earlier steps for each program, the program's baseline. Programs are remembered and forgotten at the same
 steps on all ranks, so a bit means the same program everywhere. The bitwise AND of all votes keeps the bits of those
 programs that the step resembles on every rank. If one rank sees a change, its vote lacks the expected program's bit, so
@@ -30,7 +30,7 @@ MOST_PROGRAMS = 32
 """Number of programs remembered at a time, one bit of a vote each. If a run has more, few repay a plan."""
 
 SIMILAR = (1 << MOST_PROGRAMS) - 1
-"""The bits of a vote that name programs which the step is similar to."""
+"""The bits of a vote that name programs which the step fits."""
 
 ALIKE = 1 << MOST_PROGRAMS
 """Bit of a vote: inputs and autograd nodes are like those of the program under whose settings the step ran, whatever

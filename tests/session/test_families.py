@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from memplug.profile.similarity import Program, related
 from memplug.session import families
+from memplug.session import programs as programs_module
 from memplug.session.inputs import growth_of
 from memplug.session.programs import BAND, FIRST_BELOW, Programs
 from memplug.session.table import Stage
@@ -171,6 +172,18 @@ def test_ranks_that_do_not_agree_on_a_relative_meet_a_program_without_a_family()
     programs = family(100)
     ranks = Gathers(lambda value: 0 if isinstance(value, int) else value)
     assert families.meet(programs, ranks, step(100), None, 2).family == 0
+
+
+def test_program_that_was_recognised_is_not_forgotten_for_the_step_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs_module, "MOST_PROGRAMS", 2)
+    rank = alone()
+    rank.train("AAAAAAABBBBBBB")
+    first, second = rank.adjuster.programs
+    assert rank.adjuster.begin("int64[100]") and rank.technique.key is first
+    rank.adjuster.end_step(100, Program(None, ((777,),), nodes=777))
+    rank.adjuster.end_step(101, Program(None, ((200,),), nodes=200))
+    assert first in [*rank.adjuster.programs] or second in [*rank.adjuster.programs]
+    assert any(one.baseline.nodes == 777 for one in rank.adjuster.programs)
 
 
 def assert_has_room(rank: Rank, lengths: Sequence[int]) -> None:
