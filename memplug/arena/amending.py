@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from memplug.arena.arena import Arena, Counters
-from memplug.arena.plan.changed import with_dynamic, with_longer, with_longer_lives, with_more_room
+from memplug.arena.plan.changed import with_dynamic, with_lives, with_longer, with_more_room
 from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem
 from memplug.arena.tables import ArenaTables
@@ -18,7 +18,7 @@ from memplug.arena.tables import ArenaTables
 class Shortfall(enum.Enum):
     """Reasons for which a plan is amended."""
 
-    LATE = "blocks were freed late"
+    LIVES = "blocks lived at other times"
     ROOM = "dynamic requests lacked room"
     SIZES = "requests had other sizes"
     LENGTHS = "inputs were larger"
@@ -116,7 +116,7 @@ class Shortfalls:
             tables: its tables.
             amended: how often it was amended for each kind of shortfall.
         """
-        self._plan, self._tables = plan, tables
+        self._plan, self._tables, self._bytes = plan, tables, int(tables.requests["size"].sum())
         self._left = {kind: MOST_AMENDMENTS - amended[kind] for kind in Shortfall}
 
     def end_step(self, step: Counters) -> tuple[Shortfall, AddressPlan] | None:
@@ -127,8 +127,8 @@ class Shortfalls:
         """
         plan, problem, rows = self._plan, self._plan.problem, self._tables.rows
         self._lack.end_step(step)
-        if self._left[Shortfall.LATE] and (late := self._late(step)):
-            return Shortfall.LATE, replace(plan, problem=with_longer_lives(problem, rows[np.array(late)]))
+        if self._left[Shortfall.LIVES] and (longer := self._with_lives(step)) is not None:
+            return Shortfall.LIVES, replace(plan, problem=longer)
         if self._left[Shortfall.ROOM] and self._lack.lasts and problem.room_bytes:
             larger, self._lack = self._lack.with_more_room(problem), Lack()
             return Shortfall.ROOM, replace(plan, problem=larger)
@@ -144,13 +144,15 @@ class Shortfalls:
                 return Shortfall.SIZES, with_dynamic(plan, largest)
         return None
 
-    def _late(self, step: Counters) -> list[tuple[int, int]]:
-        """Return late blocks, if they displaced requests that found no reusable space; see `Arena.late`.
+    def _with_lives(self, step: Counters) -> Problem | None:
+        """Return the problem with the lives that blocks had in a step, if some displaced requests; else None.
 
-        A late block is freed later than in the recorded step, usually by another thread, such as one of a collective's
-        back end.
+        Another thread may have freed a block later than in the recorded step, such as one of a collective's back end.
+        Or requests came in another order, such as prefetches, whose time depends on the inputs' sizes.
         """
         some = MISMATCHED_SHARE * (step.from_arena + step.mismatched)
-        large = step.fallback_bytes > MISSED_SHARE * (step.planned_bytes + step.fallback_bytes)
+        large = step.fallback_bytes > MISSED_SHARE * self._bytes  # what misses in a small step costs little
         is_open = step.unplanned <= some and (large or step.occupied > some)
-        return self._arena.late() if step.occupied and is_open else []
+        if not (step.occupied and is_open):
+            return None
+        return with_lives(self._plan.problem, self._tables.rows, *map(np.array, self._arena.lifetimes()))

@@ -224,12 +224,13 @@ class Arena:
             return False
         return True
 
-    def late(self) -> list[tuple[int, int]]:
-        """Return pairs (late, displaced) of planned requests, as indices into `ArenaTables.requests`.
+    def lifetimes(self) -> tuple[list[int], list[int]]:
+        """Return when each request of `ArenaTables.requests` came in this step, and when its block was freed.
 
-        The late request's block was freed too late: it held bytes of the displaced request when that one came.
+        The time is the number of planned requests that had come before. -1: the request did not come, or the arena had
+        no block for it; 2**31 - 1: the block is still in use.
         """
-        return self._native.late_requests() if self.serving else []
+        return self._native.arena_lifetimes() if self.serving else ([], [])
 
     def inputs(self) -> Inputs:
         """Return the sizes of the inputs of the latest forward of each micro-batch."""

@@ -4,7 +4,7 @@ waiting ──a program lasts──► recording ──► planning, beside trai
                                  ▲                                         │
                                  └──── too many requests not served ───────┘
 
-A plan is amended, without a new recording, where blocks are freed later than in the recorded step, where dynamic
+A plan is amended, without a new recording, where blocks live at other times than in the recorded step, where dynamic
 requests find too little room, where a few planned requests come with other sizes, and where inputs are larger.
 
 Each program goes through these states by its own steps. The plans of programs that take turns share one reservation,
@@ -178,7 +178,7 @@ class PlannedAddresses(Technique[Addresses]):
     # -- the four verbs ------------------------------------------------------------------------------------------------
 
     def propose(self, trace: Trace | None) -> Addresses | None:
-        """Return new addresses: for the recorded step, or amended ones if blocks were freed late; else None.
+        """Return new addresses: for the recorded step, or amended ones where the plan falls short; else None.
 
         Raises:
             LayoutError: no planner found addresses that the judge accepts.
@@ -290,8 +290,10 @@ class PlannedAddresses(Technique[Addresses]):
     def _departs(self) -> bool:
         """Return whether several steps do not fit the plan, or one with inputs of sizes that were not recorded."""
         work = self._work
-        asked = self.step.from_arena + self.step.mismatched + self.step.dynamic_missed
-        mismatched = self.step.mismatched > MISMATCHED_SHARE * asked
+        step = self.step
+        asked = step.from_arena + step.mismatched + step.dynamic_missed
+        is_large = step.fallback_bytes > MISMATCHED_SHARE * (step.planned_bytes + step.fallback_bytes)
+        mismatched = step.mismatched > MISMATCHED_SHARE * asked or bool(step.unplanned and is_large)
         work.mismatched_steps = work.mismatched_steps + 1 if mismatched else 0
         if (
             not (mismatched and self._has_unknown_sizes() or work.mismatched_steps >= MISMATCHED_STEPS)

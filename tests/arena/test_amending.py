@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 
 import memplug
 from memplug.arena.amending import MISSED_STEPS, MOST_GROWTH, Lack, Resized
 from memplug.arena.judge import judge_addresses
 from memplug.arena.plan import auto
-from memplug.arena.plan.changed import with_dynamic
+from memplug.arena.plan.changed import with_dynamic, with_lives
 from memplug.arena.plan.part import AddressPlan, address_plan
 from memplug.arena.plan.problem import Problem, buffers, live_bytes
 from memplug.arena.planning import amended, planned
@@ -195,3 +197,52 @@ def test_few_bytes_or_most_of_the_requests_are_not_made_dynamic() -> None:
         resized.end_step(SimpleNamespace(planned_bytes=1000 * BLOCK_BYTES), [(3, size * BLOCK_BYTES)])
     assert resized.lasts(100) and resized.largest == {3: 7 * BLOCK_BYTES}
     assert not resized.lasts(3)
+
+
+NOT_FREED = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("came", "freed", "lives"),
+    [
+        ([0, 1, 2, 3], [1, 2, 4, 4], None),
+        ([0, 1, 2, 3], [3, 2, 4, NOT_FREED], {0: (0, 6), 3: (7, 12)}),  # the first is freed after the third has come
+        ([0, 1, 3, 2], [1, 2, 4, 4], {3: (3, 9)}),  # the last has come before the third, and lives from the second on
+        ([0, 1, -1, 2], [1, 2, -1, 3], None),
+        ([1, 2, 3, 0], [2, 3, 4, -1], {3: (0, 9)}),  # it had no block: only when it came is known
+    ],
+)
+def test_lives_of_another_step_lengthen_those_of_the_plan(
+    came: list[int], freed: list[int], lives: dict[int, tuple[int, int]] | None
+) -> None:
+    before = {0: (0, 2), 1: (3, 4), 2: (5, 9), 3: (7, 9), 4: (0, 12)}
+    table = buffers(np.array([[*life, 1] for life in before.values()], np.int64))
+    table["outlives"][4] = True
+    changed = with_lives(Problem(buffers=table), np.arange(4), np.array(came), np.array(freed))
+    if lives is None:
+        assert changed is None
+        return
+    found = zip(changed.buffers["lower"].tolist(), changed.buffers["upper"].tolist(), strict=True)
+    assert dict(enumerate(found)) == before | lives
+
+
+@given(st.data())
+def test_blocks_in_use_together_are_so_in_the_lengthened_plan(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 8))
+    whole = st.integers(1, 5)
+    times = np.cumsum([data.draw(whole) for _ in range(count)])
+    table = buffers(np.array([[time, time + data.draw(whole), 1] for time in times.tolist()], np.int64))
+    order = data.draw(st.permutations(range(count)))[: data.draw(st.integers(0, count))]
+    came, freed = np.full(count, -1), np.full(count, -1)
+    for at, request in enumerate(order):
+        came[request] = at
+        freed[request] = data.draw(st.sampled_from([*range(at + 1, len(order) + 1), NOT_FREED]))
+    changed = with_lives(Problem(buffers=table), np.arange(count), came, freed)
+    found = table if changed is None else changed.buffers
+    assert (found["lower"] <= table["lower"]).all() and (found["upper"] >= table["upper"]).all()
+    for one in order:
+        for other in order:
+            if came[one] < came[other] < freed[one]:  # `one` was in use when `other` came
+                assert max(found["lower"][[one, other]]) < min(found["upper"][[one, other]]), (one, other)
+    if changed is not None:
+        assert with_lives(changed, np.arange(count), came, freed) is None

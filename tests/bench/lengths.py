@@ -23,8 +23,8 @@ The model is Hugging Face's Llama (6 layers, hidden size 128) or Mixtral (4 laye
 | safest | steps that ran at the safest setting, or without decisions |
 | longest | MiB, the most bytes in use at once in the longest recorded step |
 | arena | MiB reserved by the arena |
-| beside | MiB, the most that torch's allocator served in a step of the last half, as if in use at once |
-| over | arena and beside over the longest step's peak |
+| beside | MiB, the most that torch's allocator had in use at once in a step of the last half |
+| over | the most of arena and beside in one such step, over the longest step's peak |
 | native, expandable | what torch's CUDA allocator reserves over that peak, simulated over the recorded steps in turn |
 | CPU time | of the last half's steps over those of keeping everything with torch's allocator, in the sum |
 
@@ -52,6 +52,7 @@ from memplug.session.table import Stage
 from tests.bench.caching_allocator import reserved
 from tests.bench.experts_worker import requests_of
 from tests.bench.table import Measured, tabulate
+from tests.support.beside_arena import BesideArena
 
 BENCH = "lengths"
 LONGEST, SHORTEST = 768, 64
@@ -131,11 +132,12 @@ def measure(lengths: str, way: str, args: argparse.Namespace) -> dict[str, float
     """Return the figures of a training."""
     model, half, steps = model_of(lengths), args.steps // 2, args.steps + args.recorded
     counts: list[tuple[int, int]] = []  # bytes served by the arena, and by torch's allocator
+    held: list[tuple[int, int]] = []  # bytes of the arena, and the most of torch's allocator
     traces: list[Trace] = []
     seconds: list[float] = []
     safest = 0
     block = {"enabled": True, "plan_dir": False, "tokenwise": WAYS[way], "profiler": {"wait_for_plans": True}}
-    with memplug.attach(model, block) as session:
+    with BesideArena() as beside, memplug.attach(model, block) as session:
         boundary = session._attached.boundary
         for number, own_s in enumerate(train(model, lengths, steps, args.seed)):
             begin = time.process_time()
@@ -149,13 +151,14 @@ def measure(lengths: str, way: str, args: argparse.Namespace) -> dict[str, float
             step = arena.step if arena is not None else None
             if step is not None:
                 counts.append((step.planned_bytes + step.dynamic_bytes + step.reusable_bytes, step.fallback_bytes))
+                held.append((arena.counters.reserved_bytes, beside.peak_bytes()))
             if number >= args.steps and session.trace is not None:
                 traces.append(session.trace)
         report = session.report()
     plain = [*train(model_of(lengths), lengths, steps, args.seed)]
-    later = counts[-(args.steps - half) - args.recorded : -args.recorded]
+    last_half = slice(-(args.steps - half) - args.recorded, -args.recorded)
+    later, memory = counts[last_half], held[last_half]
     shares = [own / max(1, own + other) for own, other in later]  # nothing is counted while there is no plan: 0
-    beside = max(other for _, other in later)
     requests = [requests_of([last_step(trace)]) for trace in traces]
     longest = max(reserved(one, times=1)[1] for one in requests)
     in_turn = requests_of([last_step(trace) for trace in traces])
@@ -168,8 +171,8 @@ def measure(lengths: str, way: str, args: argparse.Namespace) -> dict[str, float
         "safest": safest,
         "longest_bytes": longest,
         "arena_bytes": report.arena.bytes,
-        "beside_bytes": beside,
-        "over": (report.arena.bytes + beside) / longest,
+        "beside_bytes": max(other for _, other in memory),
+        "over": max(map(sum, memory)) / longest,
         "native": native / longest,
         "expandable": expandable / longest,
         "cpu_time": sum(seconds[half : args.steps]) / sum(plain[half : args.steps]),

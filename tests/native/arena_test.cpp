@@ -227,7 +227,35 @@ void where_the_bytes_are_not_free_idle_ones_are_taken() {
   CHECK(at(arena, ask(arena, 2)) == 0);
   CHECK(at(arena, ask(arena, 1)) == 3); // not at 1, whose bytes are in use
   CHECK(ask(arena, 1, 1) == nullptr); // it has no spare bytes
-  CHECK(arena.counters().reusable == 1 && arena.counters().occupied == 1 && arena.late().size() == 2);
+  CHECK(arena.counters().reusable == 1 && arena.counters().occupied == 1);
+}
+
+void the_arena_knows_when_requests_came_and_were_freed_wherever_they_lay() {
+  Simulated device;
+  Arena arena(device, false);
+  ArenaPlan plan = plan_of({planned(0, 1), planned(0, 2), planned(3, 1, 1), planned(2, 1, 1), planned(5, 4, 1)}, 9);
+  plan.requests[1].spare = 0;
+  plan.spaces = {{3 * UNIT, 5 * UNIT, 0}};
+  plan.crosses = {0};
+  arena.load(std::move(plan));
+  for (int step = 0; step < 2; ++step) {
+    arena.begin_step();
+    void* const late = ask(arena, 1); // planned until the next one comes
+    void* const displaced = ask(arena, 2);
+    CHECK(at(arena, late) == 0 && at(arena, displaced) == 3);
+    arena.give_back(late);
+    CHECK(arena.lifetimes().came() == (std::vector<int32_t>{0, 1, -1, -1, -1}));
+    CHECK(arena.lifetimes().freed() == (std::vector<int32_t>{2, Lifetimes::STILL_IN_USE, -1, -1, -1}));
+    void* const early = ask(arena, 4, 1);
+    void* const former = ask(arena, 1, 1);
+    CHECK(at(arena, early) == 5 && at(arena, former) == 2);
+    CHECK(ask(arena, 1, 1) == nullptr); // the displaced block has its bytes
+    arena.give_back(displaced);
+    arena.give_back(former);
+    CHECK(arena.lifetimes().came() == (std::vector<int32_t>{0, 1, 4, 3, 2}));
+    CHECK(arena.lifetimes().freed() == (std::vector<int32_t>{2, 5, -1, 5, Lifetimes::STILL_IN_USE}));
+    arena.give_back(early);
+  }
 }
 
 void what_is_lent_is_needed_last() {
@@ -287,6 +315,7 @@ int main() {
   what_the_plan_does_not_know_of_is_ordered_all_the_same();
   a_request_of_another_stream_than_planned_is_left_to_the_native_allocator();
   where_the_bytes_are_not_free_idle_ones_are_taken();
+  the_arena_knows_when_requests_came_and_were_freed_wherever_they_lay();
   what_is_lent_is_needed_last();
   one_stream_is_not_taken_for_two();
   a_stream_that_only_an_earlier_plan_had_is_waited_for();

@@ -43,6 +43,9 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     kind = kind_of(static_cast<int32_t>(row - now_.rows.data()));
     found = row->spare >= 0 ? take_reusable(row->spare, kind, nbytes, stream) : nullptr;
     found = found == nullptr && annex_ != nullptr ? take_annex(kind, nbytes, stream) : found;
+    if (found != nullptr) {
+      now_.lifetimes.begin(static_cast<int32_t>(row - now_.rows.data()));
+    }
   } else if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
     if (lasts(kind)) {
       return leave_lasting();
@@ -129,6 +132,7 @@ Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
   const auto take = [&](int32_t at) {
     spot.next = at + 1;
     now_.rows[at].served_in = step_;
+    now_.lifetimes.come(at);
     return &now_.rows[at];
   };
   const int32_t expected = spot.next;
@@ -165,13 +169,8 @@ bool Arena::is_only_stream(Stream stream) const {
   return now_.streams.size() == 1 && now_.streams[0].first && now_.streams[0].second == stream;
 }
 
-bool Arena::is_free(const Row& row) {
-  const int64_t late = now_.planned.reaching(row.end, row.offset);
-  if (late >= 0) {
-    now_.late.emplace(now_.planned[late].row, static_cast<int32_t>(&row - now_.rows.data()));
-    return false;
-  }
-  return reused_->holes.are_free(row.offset, row.offset + row.most);
+bool Arena::is_free(const Row& row) const {
+  return now_.planned.reaching(row.end, row.offset) < 0 && reused_->holes.are_free(row.offset, row.offset + row.most);
 }
 
 void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
@@ -182,6 +181,7 @@ void* Arena::take_planned(Row& row, size_t nbytes, Stream stream) {
   const bool wanted = hand_out(begin, row.most, nbytes, stream, row.crosses);
   const auto number = static_cast<int32_t>(&row - now_.rows.data());
   now_.planned.add(row.start, {row.offset + row.most, static_cast<int64_t>(nbytes), stream, number, wanted});
+  now_.lifetimes.begin(number);
   ++reused_->live;
   return begin;
 }
@@ -239,11 +239,15 @@ bool Arena::give_back(void* pointer) {
     char* const begin = static_cast<char*>(pointer);
     if (const int64_t number = part == reused_ ? now_.planned.in_use_at(begin - part->begin) : -1; number >= 0) {
       const PlannedBlock& block = now_.planned[number];
+      now_.lifetimes.end(block.row);
       now_.planned.remove(number);
       take_in(*part, begin, part->begin + block.end, block.nbytes, block.stream, block.wanted, true);
     } else if (const Other* const other = others_.find(begin); other != nullptr) {
       part->holes.give_back(begin - part->begin, other->end - part->begin);
       note_end(*other);
+      if (const int32_t row = row_of(other->kind); row != NO_ROW) {
+        now_.lifetimes.end(row);
+      }
       take_in(*part, begin, other->end, other->nbytes, other->stream, other->wanted, is_only_stream(other->stream));
       others_.remove(begin);
     } else if (const auto kept = kept_blocks_.find(begin); kept != kept_blocks_.end()) {
@@ -310,9 +314,9 @@ Arena::Reservation* Arena::part_of(const void* pointer) const {
   return nullptr;
 }
 
-std::vector<std::pair<int32_t, int32_t>> Arena::late() const {
+Lifetimes Arena::lifetimes() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {now_.late.begin(), now_.late.end()};
+  return now_.lifetimes;
 }
 
 ArenaCounters Arena::counters() const {

@@ -12,7 +12,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -22,6 +21,7 @@
 #include "blocks.h"
 #include "holes.h"
 #include "input_sizes.h"
+#include "lifetimes.h"
 #include "pending_uses.h"
 #include "planned_blocks.h"
 
@@ -176,9 +176,7 @@ class Arena {
   // Returns the beginning of the reserved memory that contains `pointer`, or null if `pointer` is not the arena's.
   char* reserved_with(const void* pointer) const;
 
-  // Returns pairs (late, displaced) of indices of planned requests. When the displaced request was made, its planned
-  // bytes were still in use by the late request's block.
-  std::vector<std::pair<int32_t, int32_t>> late() const;
+  Lifetimes lifetimes() const; // of this step's planned requests
 
   // Returns pairs (index of a planned request, size): requests of this step that the plan does not have, each with the
   // planned request that has not come in its stead.
@@ -296,7 +294,7 @@ class Arena {
     // by the plan's stream number: whether the stream is known yet, and the stream
     std::vector<std::pair<bool, Stream>> streams;
     PlannedBlocks planned; // blocks in use at their planned offsets
-    std::set<std::pair<int32_t, int32_t>> late;
+    Lifetimes lifetimes; // of this step
     std::vector<UnknownRequest> unknown; // of this step
     uint64_t marked = 0; // `marks_changed_` when the marks of the rows were last set
   };
@@ -324,6 +322,7 @@ class Arena {
   bool is_pinned(const Reservation& part) const;
   Reservation* add_part(int64_t nbytes, Role role);
   RequestKind kind_of(int32_t row) const;
+  int32_t row_of(const RequestKind& kind) const;
   void mark_rows();
   void note_leftovers();
   void note_leftover(const Other& other);
@@ -338,7 +337,7 @@ class Arena {
   void note_unknown(const Spot& spot, int64_t size, Stream stream);
   bool is_stream(int32_t number, Stream stream);
   bool is_only_stream(Stream stream) const;
-  bool is_free(const Row& row);
+  bool is_free(const Row& row) const;
   SearchedSpace space_of(int64_t begin, int64_t end) const;
   bool has_planned(const SearchedSpace& space) const;
   Stretch first_planned(int64_t begin, int64_t end) const;

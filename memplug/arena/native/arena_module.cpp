@@ -94,7 +94,10 @@ void add_arenas(py::module_& module) {
     the_arena()->extend(nbytes);
   });
   module.def("arena_leftovers", [] { return the_arena()->leftovers(); });
-  module.def("late_requests", [] { return the_arena()->late(); });
+  module.def("arena_lifetimes", [] {
+    const Lifetimes lifetimes = the_arena()->lifetimes();
+    return std::make_pair(lifetimes.came(), lifetimes.freed());
+  });
   module.def("resized_requests", [] { return the_arena()->resized(); });
   module.def("arena_owns", [](uintptr_t address) {
     Arena* const owner = arena_of(reinterpret_cast<const void*>(address));

@@ -193,6 +193,7 @@ void Arena::stop() {
 void Arena::begin_step() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++step_;
+  now_.lifetimes.begin_step();
   counters_.dynamic_missed_largest = 0;
   now_.unknown.clear();
   pending_.forget_done();
@@ -254,6 +255,7 @@ void Arena::build() {
     now_.rows.push_back(
         {r.size, r.size, r.offset, r.crosses, start, end, r.stream, r.kept, r.spare, r.term, r.base, r.factor});
   }
+  now_.lifetimes = Lifetimes(now_.rows.size());
   now_.spaces_of.assign(now_.plan.crosses.size(), {});
   for (const IdleSpace& space : now_.plan.spaces) {
     now_.spaces_of[space.group].push_back(space_of(space.begin, space.end));

@@ -30,6 +30,16 @@ Arena::RequestKind Arena::kind_of(int32_t row) const {
   return {place, request.size, request.stream, row - now_.spots.at(place).begin};
 }
 
+// Returns the index of the planned request of this kind, or NO_ROW.
+int32_t Arena::row_of(const RequestKind& kind) const {
+  const auto spot = kind.number >= 0 ? now_.spots.find(kind.place) : now_.spots.end();
+  if (spot == now_.spots.end()) {
+    return NO_ROW;
+  }
+  const int32_t row = spot->second.begin + kind.number;
+  return row < spot->second.end && kind_of(row) == kind ? row : NO_ROW;
+}
+
 bool Arena::lasts(const RequestKind& kind) const {
   if (marks_.empty()) {
     return false;
@@ -83,11 +93,8 @@ void Arena::note_leftover(const Other& other) {
   ++mark.held;
   if (kind.number == NO_ROW) {
     ++marks_[{kind.place, 0, 0, ANY_SIZE}].held;
-  } else if (const auto spot = now_.spots.find(kind.place); spot != now_.spots.end()) {
-    const int32_t row = spot->second.begin + kind.number;
-    if (row < spot->second.end && kind_of(row) == kind) {
-      now_.rows[row].mark = &mark;
-    }
+  } else if (const int32_t row = row_of(kind); row != NO_ROW) {
+    now_.rows[row].mark = &mark;
   }
 }
 

@@ -1,5 +1,6 @@
 // Finds planned requests whose sizes differ in this step from the plan's.
 #include <algorithm>
+#include <set>
 
 #include "arena.h"
 

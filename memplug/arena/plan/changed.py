@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -100,15 +101,45 @@ def _joined(groups: Sequence[DynamicSpace], table: np.ndarray) -> tuple[DynamicS
     return tuple(of_key[key] for key in sorted(of_key))
 
 
-def with_longer_lives(problem: Problem, late: Sequence[Sequence[int]]) -> Problem:
-    """Return the problem with lifetimes of late blocks twice as long as observed.
+def with_lives(problem: Problem, rows: np.ndarray, came: np.ndarray, freed: np.ndarray) -> Problem | None:
+    """Return the problem with buffers that live as they did in another step too; None: they do already.
+
+    Requests of the other step may have come in another order. The longest increasing subsequence, of requests that kept
+    to the problem's order, is the clock; the others' lives are lengthened until they are in use whenever they were.
 
     Args:
-        problem: of the plan.
-        late: pairs of rows: a late buffer, and one that found its bytes still in use.
+        problem: its buffers have the order of requests.
+        rows: the requests' buffers. int64[n].
+        came: number of these requests that had come before each of them; -1: it did not come. int64[n].
+        freed: number of these requests that had come when its block was freed; more than n: it was not; -1: it had no
+            block. int64[n].
     """
-    buffers, end = problem.buffers.copy(), int(problem.buffers["upper"].max())
-    for row, other in late:
-        lower, seen = int(buffers["lower"][row]), int(buffers["lower"][other]) + 1
-        buffers["upper"][row] = max(min(2 * seen - lower, end), int(buffers["upper"][row]))
-    return replace(problem, buffers=buffers)
+    in_turn = rows[np.argsort(came)][(came < 0).sum() :]
+    if not in_turn.size:
+        return None
+    table, end = problem.buffers.copy(), int(problem.buffers["upper"].max())
+    times = np.maximum.accumulate(np.where(table["outlives"], 0, table["lower"]))
+    clock = np.zeros(len(in_turn) + 1, np.int64)
+    keeps = _increasing(in_turn)
+    clock[keeps + 1] = times[in_turn[keeps]]
+    clock = np.maximum.accumulate(clock)
+    table["lower"][in_turn] = np.minimum(table["lower"][in_turn], clock[1:])
+    upper = np.where(freed < len(clock), clock[np.minimum(freed, len(in_turn))] + 1, end)
+    table["upper"][rows] = np.maximum(table["upper"][rows], np.where(freed < 0, 0, upper))
+    return replace(problem, buffers=table) if (table != problem.buffers).any() else None
+
+
+def _increasing(values: np.ndarray) -> np.ndarray:
+    """Return the indices of a longest increasing subsequence. int64."""
+    least: list[int] = []  # by length, the least last value of the subsequences so far
+    last: list[int] = []  # its index
+    before = np.full(len(values), -1)
+    for index, value in enumerate(values.tolist()):
+        length = bisect.bisect_left(least, value)
+        before[index] = last[length - 1] if length else -1
+        least[length : length + 1], last[length : length + 1] = [value], [index]
+    found, index = [], last[-1] if last else -1
+    while index >= 0:
+        found.append(index)
+        index = int(before[index])
+    return np.array(found[::-1], np.int64)
