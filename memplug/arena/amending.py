@@ -13,6 +13,7 @@ from memplug.arena.plan.changed import with_dynamic, with_lives, with_longer, wi
 from memplug.arena.plan.part import AddressPlan
 from memplug.arena.plan.problem import Problem
 from memplug.arena.tables import ArenaTables
+from memplug.profile.scaling import Inputs
 
 
 class Shortfall(enum.Enum):
@@ -97,6 +98,23 @@ class Resized:
         return self._steps >= MISSED_STEPS and len(self.largest) <= MOST_RESIZED * requests
 
 
+def has_unknown_sizes(problem: Problem, inputs: Inputs) -> bool:
+    """Return whether inputs differ from the recorded ones in a dimension that no request's size depends on.
+
+    Such a dimension was alike in all recorded steps, unless it was as large as one that requests depend on.
+    """
+    recorded = problem.fingerprint.input_sizes
+    inputs = inputs[: len(recorded)]
+    if [*map(len, inputs)] != [*map(len, recorded)]:
+        return False
+    vary = {dimension for term in problem.terms for dimension in term}
+    for sizes, before in zip(inputs, recorded, strict=True):
+        known = {(before[dimension], sizes[dimension]) for dimension in vary if dimension < len(sizes)}
+        if any(old != new and (old, new) not in known for old, new in zip(before, sizes, strict=True)):
+            return True
+    return False
+
+
 class Shortfalls:
     """Watches a plan and its amendments, from its installation on.
 
@@ -132,7 +150,7 @@ class Shortfalls:
         if self._left[Shortfall.ROOM] and self._lack.lasts and problem.room_bytes:
             larger, self._lack = self._lack.with_more_room(problem), Lack()
             return Shortfall.ROOM, replace(plan, problem=larger)
-        if step.unplanned and len(problem.terms) > 1:
+        if step.unplanned and len(problem.terms) > 1 and not has_unknown_sizes(problem, self._arena.inputs()):
             longer = with_longer(problem, self._arena.inputs(), self._arena.margin_bytes)
             if longer is not None:
                 return (Shortfall.LENGTHS, replace(plan, problem=longer)) if self._left[Shortfall.LENGTHS] else None

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from memplug.arena import planning
-from memplug.arena.amending import MISMATCHED_SHARE, Shortfall, Shortfalls
+from memplug.arena.amending import MISMATCHED_SHARE, Shortfall, Shortfalls, has_unknown_sizes
 from memplug.arena.arena import Arena, Counters
 from memplug.arena.judge import mistakes_of
 from memplug.arena.leftovers import LeftoverRoom
@@ -295,21 +295,12 @@ class PlannedAddresses(Technique[Addresses]):
         is_large = step.fallback_bytes > MISMATCHED_SHARE * (step.planned_bytes + step.fallback_bytes)
         mismatched = step.mismatched > MISMATCHED_SHARE * asked or bool(step.unplanned and is_large)
         work.mismatched_steps = work.mismatched_steps + 1 if mismatched else 0
-        if (
-            not (mismatched and self._has_unknown_sizes() or work.mismatched_steps >= MISMATCHED_STEPS)
-            or work.steps < work.patience
-        ):
+        is_new = mismatched and has_unknown_sizes(work.serving.plan.problem, self._arena.inputs())
+        if not (is_new or work.mismatched_steps >= MISMATCHED_STEPS) or work.steps < work.patience:
             return False
         work.patience = 2 * work.steps
         work.mismatched_steps = 0
         return True
-
-    def _has_unknown_sizes(self) -> bool:
-        """Return whether the step's inputs have other sizes than the recorded ones, and these were all alike."""
-        problem = self._work.serving.plan.problem
-        recorded = problem.fingerprint.input_sizes
-        seen = self._arena.inputs()[: len(recorded)]
-        return len(problem.terms) == 1 and seen != recorded and [*map(len, seen)] == [*map(len, recorded)]
 
     def _departure(self) -> str:
         step = self.step

@@ -120,6 +120,22 @@ def test_problem_of_a_longer_step_scales_what_follows_from_its_inputs(tokens: in
     assert with_longer(longer, ((1, tokens),)) is None
 
 
+@pytest.mark.parametrize(("inputs", "grown"), [((10, 10), [40, 40, 6, 3, 12]), ((5, 20), [20, 80, 3, 6, 24])])
+def test_rooms_grow_as_the_largest_micro_batch_and_other_buffers_as_their_own(
+    inputs: tuple[int, int], grown: list[int]
+) -> None:
+    rows = [[0, 9, 20], [20, 29, 40], [1, 5, 3], [21, 25, 3], [0, 30, 12]]
+    table = buffers(np.array(rows, np.int64))
+    table["size"] *= BLOCK_BYTES
+    table["alignment"], table["lower_phase"] = BLOCK_BYTES, [0, 1, 0, 1, -1]
+    table["term"] = [1, 1, BOUNDED, BOUNDED, 0]
+    table["factor"][:2], table["room"][4] = 4 * BLOCK_BYTES, True
+    phases = Phase(Pass.FORWARD, 0), Phase(Pass.FORWARD, 1)
+    problem = Problem(buffers=table, phases=phases, terms=((), (1,)))  # 5 tokens, and 10
+    longer = with_longer(problem, tuple((1, tokens) for tokens in inputs))
+    assert (longer.buffers["size"] // BLOCK_BYTES).tolist() == grown
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A recorded step, of which only the inputs count."""

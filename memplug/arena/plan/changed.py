@@ -26,7 +26,8 @@ def with_more_room(problem: Problem, share: float) -> Problem:
 def with_longer(problem: Problem, inputs: Inputs, margin_bytes: int = 0) -> Problem | None:
     """Return the problem of a step with larger inputs; None: its requests have no more bytes than planned.
 
-    Rooms, and buffers whose sizes are no function of the inputs, grow as much as the buffer that grows most.
+    A buffer whose size is no function of the inputs grows as all others of its micro-batch do together; a room grows as
+    the largest micro-batch does.
 
     Args:
         problem: whose sizes follow from the inputs.
@@ -42,10 +43,14 @@ def with_longer(problem: Problem, inputs: Inputs, margin_bytes: int = 0) -> Prob
     longer = (table["term"] > CONSTANT) & (asked > table["size"])
     if not longer.any():
         return None
-    growth = float((asked[longer] / table["size"][longer]).max())
+    follow, of_it = table["term"] > CONSTANT, problem.micro_batch + 1
+    before = np.bincount(of_it[follow], table["size"][follow], of_it.max() + 1)
     table["size"][longer] = asked[longer]
+    after = np.bincount(of_it[follow], table["size"][follow], len(before))
+    growth = np.where(table["room"], after.max() / before.max(), (after / np.maximum(before, 1))[of_it])
     unknown = table["room"] | (table["term"] == BOUNDED)
-    table["size"][unknown] = rounded_up(np.ceil(table["size"][unknown] * growth).astype(np.int64), BLOCK_BYTES)
+    grown = np.ceil(table["size"] * np.maximum(growth, 1)).astype(np.int64)
+    table["size"][unknown] = rounded_up(grown[unknown], BLOCK_BYTES)
     return replace(problem, buffers=table)
 
 
