@@ -150,7 +150,8 @@ class Shortfalls:
         if self._left[Shortfall.ROOM] and self._lack.lasts and problem.room_bytes:
             larger, self._lack = self._lack.with_more_room(problem), Lack()
             return Shortfall.ROOM, replace(plan, problem=larger)
-        if step.unplanned and len(problem.terms) > 1 and not has_unknown_sizes(problem, self._arena.inputs()):
+        unknown = step.unplanned + step.exceeding
+        if unknown and len(problem.terms) > 1 and not has_unknown_sizes(problem, self._arena.inputs()):
             longer = with_longer(problem, self._arena.inputs(), self._arena.margin_bytes)
             if longer is not None:
                 return (Shortfall.LENGTHS, replace(plan, problem=longer)) if self._left[Shortfall.LENGTHS] else None

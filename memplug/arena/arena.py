@@ -33,6 +33,8 @@ class Counters(Protocol):
         reusable, reusable_bytes: served from other reusable space or the annex: requests of validations or between two
             passes, and planned requests whose address was in use.
         unplanned: left to torch's allocator because the plan has no such request.
+        exceeding: not in the plan, and made by a pass whose inputs are larger than planned. Reusable space serves them,
+            or torch's allocator.
         occupied: left to torch's allocator because the planned address was still in use.
         dynamic_missed, dynamic_missed_bytes: left to torch's allocator because their group's space had no room.
         dynamic_missed_largest: bytes of the largest of these requests in the current step.
@@ -61,6 +63,7 @@ class Counters(Protocol):
     reusable: int
     reusable_bytes: int
     unplanned: int
+    exceeding: int
     occupied: int
     dynamic_missed: int
     dynamic_missed_bytes: int

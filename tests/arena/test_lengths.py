@@ -18,7 +18,7 @@ from memplug.arena.plan.problem import Problem, buffers
 from memplug.arena.planning import _grown
 from memplug.arena.report import ArenaReport
 from memplug.profile.records import Fingerprint, Pass, Phase
-from memplug.profile.scaling import BOUNDED
+from memplug.profile.scaling import BOUNDED, CONSTANT
 from memplug.sizes import BLOCK_BYTES
 from tests.support.lengths import (
     Draw,
@@ -120,17 +120,17 @@ def test_problem_of_a_longer_step_scales_what_follows_from_its_inputs(tokens: in
     assert with_longer(longer, ((1, tokens),)) is None
 
 
-@pytest.mark.parametrize(("inputs", "grown"), [((10, 10), [40, 40, 6, 3, 12]), ((5, 20), [20, 80, 3, 6, 24])])
-def test_rooms_grow_as_the_largest_micro_batch_and_other_buffers_as_their_own(
-    inputs: tuple[int, int], grown: list[int]
-) -> None:
-    rows = [[0, 9, 20], [20, 29, 40], [1, 5, 3], [21, 25, 3], [0, 30, 12]]
+@pytest.mark.parametrize(
+    ("inputs", "grown"), [((10, 10), [4, 40, 6, 4, 40, 3, 12]), ((5, 20), [2, 20, 3, 4, 80, 6, 24])]
+)
+def test_rooms_grow_as_the_largest_micro_batch_others_as_their_own(inputs: tuple[int, int], grown: list[int]) -> None:
+    rows = [[0, 9, 2], [1, 9, 20], [2, 5, 3], [19, 29, 2], [20, 29, 40], [21, 25, 3], [0, 30, 12]]
     table = buffers(np.array(rows, np.int64))
     table["size"] *= BLOCK_BYTES
-    table["alignment"], table["lower_phase"] = BLOCK_BYTES, [0, 1, 0, 1, -1]
-    table["term"] = [1, 1, BOUNDED, BOUNDED, 0]
-    table["factor"][:2], table["room"][4] = 4 * BLOCK_BYTES, True
-    phases = Phase(Pass.FORWARD, 0), Phase(Pass.FORWARD, 1)
+    table["alignment"], table["lower_phase"] = BLOCK_BYTES, [0, 1, 1, 2, 3, 3, -1]
+    table["term"] = [BOUNDED, 1, BOUNDED, BOUNDED, 1, BOUNDED, CONSTANT]
+    table["factor"][[1, 4]], table["room"][6] = 4 * BLOCK_BYTES, True
+    phases = tuple(Phase(kind, number) for number in (0, 1) for kind in (Pass.OTHER, Pass.FORWARD))
     problem = Problem(buffers=table, phases=phases, terms=((), (1,)))  # 5 tokens, and 10
     longer = with_longer(problem, tuple((1, tokens) for tokens in inputs))
     assert (longer.buffers["size"] // BLOCK_BYTES).tolist() == grown

@@ -143,15 +143,15 @@ def measure(lengths: str, way: str, args: argparse.Namespace) -> dict[str, float
             begin = time.process_time()
             under = boundary.adjuster.taken.under
             safest += way != "kept" and (under is None or under.stage is Stage.WARM_UP)
+            arena = boundary.followers.find("arena")
+            held.append((arena.counters.reserved_bytes if arena is not None else 0, beside.peak_bytes()))
             if number >= args.steps - 1:
                 session.record()
             session.step()
             seconds.append(own_s + time.process_time() - begin)
-            arena = boundary.followers.find("arena")
             step = arena.step if arena is not None else None
             if step is not None:
                 counts.append((step.planned_bytes + step.dynamic_bytes + step.reusable_bytes, step.fallback_bytes))
-                held.append((arena.counters.reserved_bytes, beside.peak_bytes()))
             if number >= args.steps and session.trace is not None:
                 traces.append(session.trace)
         report = session.report()

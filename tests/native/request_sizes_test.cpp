@@ -54,12 +54,15 @@ void a_request_has_the_size_that_follows_from_the_inputs_of_its_micro_batch() {
     CHECK(place(2 * tokens, 0) == 0 && place(2, 0) == 6 && place(tokens, 0) == 8);
     CHECK(place(2 * tokens, 1) == 12);
   }
-  note_input_sizes(0, {1, 4}); // longer than planned
+  note_input_sizes(0, {1, 4}); // longer than planned: the highest free bytes serve what does not fit
   arena.begin_step();
-  CHECK(place(8, 0) == -1 && place(2, 0) == 6 && place(5, 0) == -1 && place(4, 0) == 8);
+  CHECK(place(8, 0) == 12 && place(2, 0) == 6 && place(5, 0) == 15 && place(4, 0) == 8 && place(21, 0) == -1);
+  void* const held = ask(arena, 7, 8);
+  CHECK(at(arena, held) == 13 && place(8, 0) == 5 && place(14, 0) == -1);
+  CHECK(arena.give_back(held) && arena.counters().exceeding == 6 && arena.counters().unplanned == 2);
   note_input_sizes(0, {1, 2}); // requests that do not follow from the inputs
   arena.begin_step();
-  CHECK(place(6, 0) == -1 && place(4, 0) == 0);
+  CHECK(place(6, 0) == -1 && place(4, 0) == 0 && arena.counters().exceeding == 6);
   note_input_sizes(0, {}); // inputs of fewer dimensions
   arena.begin_step();
   CHECK(place(4, 0) == -1 && place(2, 0) == 6);

@@ -54,10 +54,13 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     if ((found = take_dynamic(*spot, kind, nbytes, stream)) != nullptr) {
       return count(found, counters_.dynamic, counters_.dynamic_bytes);
     }
-  } else if (reuse != Reuse::NOTHING && lasts(kind)) {
+  } else if ((reuse != Reuse::NOTHING || (spot != nullptr && spot->exceeds)) && lasts(kind)) {
     return leave_lasting();
   } else if (reuse == Reuse::NOTHING && spot != nullptr) {
     note_unknown(*spot, size, stream);
+    counters_.exceeding += spot->exceeds;
+    // the planned addresses are no use to a step that is larger than planned, but their memory is
+    found = spot->exceeds ? serve_reusable(kind, nbytes, stream) : nullptr;
   }
   if (found == nullptr && reuse != Reuse::NOTHING) {
     found = serve_between(kind, nbytes, stream);
@@ -113,11 +116,16 @@ void Arena::scale(Spot& spot) {
     values.push_back(value);
   }
   const int64_t margin = checks_ ? BLOCK_BYTES : 0;
+  int64_t balance = 0; // sizes that are larger than planned, less the others
   for (int32_t at = spot.begin; at < spot.end; ++at) {
     Row& row = now_.rows[at];
-    row.size = row.term > CONSTANT ? in_blocks(row.base + row.factor * values[row.term]) + margin : row.size;
+    if (row.term > CONSTANT) {
+      row.size = in_blocks(row.base + row.factor * values[row.term]) + margin;
+      balance += row.size > row.most ? 1 : -1;
+    }
   }
   spot.version = version;
+  spot.exceeds = balance > 0;
 }
 
 // Returns the next planned request of this size and stream that has not been served in this step. Looks from the

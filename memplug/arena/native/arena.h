@@ -248,6 +248,7 @@ class Arena {
     int32_t micro_batch = -1;
     bool scales = false; // whether the size of any of its rows follows from the inputs
     uint32_t version = 0; // of the inputs that the sizes of its rows follow from
+    bool exceeds = false; // whether the inputs make most of these sizes larger than planned
   };
   struct UnknownRequest { // a request of the main stream that the plan does not have
     const Spot* spot;

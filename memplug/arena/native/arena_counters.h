@@ -15,6 +15,7 @@ struct ArenaCounters {
   int64_t reusable = 0;
   int64_t reusable_bytes = 0;
   int64_t unplanned = 0; // left to the native allocator: the plan has no such request
+  int64_t exceeding = 0; // not in the plan, and made by a pass whose inputs are larger than planned
   int64_t occupied = 0; // left to the native allocator: the planned address was in use
   int64_t dynamic_missed = 0; // left to the native allocator: no reusable space of the group was large enough
   int64_t dynamic_missed_bytes = 0;
@@ -67,6 +68,7 @@ inline constexpr ArenaCounter ARENA_COUNTERS[] = {
     {"reusable", &ArenaCounters::reusable},
     {"reusable_bytes", &ArenaCounters::reusable_bytes},
     {"unplanned", &ArenaCounters::unplanned},
+    {"exceeding", &ArenaCounters::exceeding},
     {"occupied", &ArenaCounters::occupied},
     {"dynamic_missed", &ArenaCounters::dynamic_missed},
     {"dynamic_missed_bytes", &ArenaCounters::dynamic_missed_bytes},

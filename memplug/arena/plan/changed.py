@@ -12,6 +12,7 @@ from memplug.arena.plan.dynamic import GROUP
 from memplug.arena.plan.part import AddressPlan, DynamicSpace
 from memplug.arena.plan.problem import Problem, live_bytes
 from memplug.arena.plan.rooms import staircase
+from memplug.profile.records import Pass
 from memplug.profile.scaling import BOUNDED, CONSTANT, Inputs, value_of
 from memplug.sizes import BLOCK_BYTES, rounded_up
 
@@ -26,8 +27,8 @@ def with_more_room(problem: Problem, share: float) -> Problem:
 def with_longer(problem: Problem, inputs: Inputs, margin_bytes: int = 0) -> Problem | None:
     """Return the problem of a step with larger inputs; None: its requests have no more bytes than planned.
 
-    A buffer whose size is no function of the inputs grows as all others of its micro-batch do together; a room grows as
-    the largest micro-batch does.
+    A buffer whose size is no function of the inputs grows as all others of its micro-batch do together, or between two
+    passes, as those of the next one if these grow more. A room grows as the largest micro-batch does.
 
     Args:
         problem: whose sizes follow from the inputs.
@@ -44,12 +45,15 @@ def with_longer(problem: Problem, inputs: Inputs, margin_bytes: int = 0) -> Prob
     if not longer.any():
         return None
     follow, of_it = table["term"] > CONSTANT, problem.micro_batch + 1
-    before = np.bincount(of_it[follow], table["size"][follow], of_it.max() + 1)
+    before = np.bincount(of_it[follow], table["size"][follow], of_it.max() + 2)
     table["size"][longer] = asked[longer]
     after = np.bincount(of_it[follow], table["size"][follow], len(before))
-    growth = np.where(table["room"], after.max() / before.max(), (after / np.maximum(before, 1))[of_it])
+    growths = np.maximum(after / np.maximum(before, 1), 1)
+    kinds = np.array([int(phase.kind) for phase in problem.phases] or [0])[table["lower_phase"]]
+    growth = np.maximum(growths[of_it], growths[of_it + (kinds == Pass.OTHER)])
+    growth[table["room"]] = after.max() / before.max()
     unknown = table["room"] | (table["term"] == BOUNDED)
-    grown = np.ceil(table["size"] * np.maximum(growth, 1)).astype(np.int64)
+    grown = np.ceil(table["size"] * growth).astype(np.int64)
     table["size"][unknown] = rounded_up(grown[unknown], BLOCK_BYTES)
     return replace(problem, buffers=table)
 
