@@ -99,20 +99,15 @@ class Resized:
 
 
 def has_unknown_sizes(problem: Problem, inputs: Inputs) -> bool:
-    """Return whether inputs differ from the recorded ones in a dimension that no request's size depends on.
-
-    Such a dimension was alike in all recorded steps, unless it was as large as one that requests depend on.
-    """
+    """Return whether inputs differ from the recorded ones in a dimension that was alike in all recorded steps."""
     recorded = problem.fingerprint.input_sizes
     inputs = inputs[: len(recorded)]
-    if [*map(len, inputs)] != [*map(len, recorded)]:
-        return False
     vary = {dimension for term in problem.terms for dimension in term}
-    for sizes, before in zip(inputs, recorded, strict=True):
-        known = {(before[dimension], sizes[dimension]) for dimension in vary if dimension < len(sizes)}
-        if any(old != new and (old, new) not in known for old, new in zip(before, sizes, strict=True)):
-            return True
-    return False
+    return [*map(len, inputs)] == [*map(len, recorded)] and any(
+        size != before and dimension not in vary
+        for sizes, of_it in zip(inputs, recorded, strict=True)
+        for dimension, (size, before) in enumerate(zip(sizes, of_it, strict=True))
+    )
 
 
 class Shortfalls:
@@ -171,7 +166,7 @@ class Shortfalls:
         """
         some = MISMATCHED_SHARE * (step.from_arena + step.mismatched)
         large = step.fallback_bytes > MISSED_SHARE * self._bytes  # what misses in a small step costs little
-        is_open = step.unplanned <= some and (large or step.occupied > some)
+        is_open = step.unplanned <= some and not step.exceeding and (large or step.occupied > some)
         if not (step.occupied and is_open):
             return None
         return with_lives(self._plan.problem, self._tables.rows, *map(np.array, self._arena.lifetimes()))

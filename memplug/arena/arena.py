@@ -31,10 +31,9 @@ class Counters(Protocol):
         planned, planned_bytes: served at their planned addresses.
         dynamic, dynamic_bytes: served from their group's reusable space; for groups, see `plan.part.DynamicSpace`.
         reusable, reusable_bytes: served from other reusable space or the annex: requests of validations or between two
-            passes, and planned requests whose address was in use.
+            passes, planned requests whose address was in use, and those counted in `exceeding`.
+        exceeding: served from reusable space, although not in the plan, since a pass had larger inputs than planned.
         unplanned: left to torch's allocator because the plan has no such request.
-        exceeding: not in the plan, and made by a pass whose inputs are larger than planned. Reusable space serves them,
-            or torch's allocator.
         occupied: left to torch's allocator because the planned address was still in use.
         dynamic_missed, dynamic_missed_bytes: left to torch's allocator because their group's space had no room.
         dynamic_missed_largest: bytes of the largest of these requests in the current step.
@@ -62,8 +61,8 @@ class Counters(Protocol):
     dynamic_bytes: int
     reusable: int
     reusable_bytes: int
-    unplanned: int
     exceeding: int
+    unplanned: int
     occupied: int
     dynamic_missed: int
     dynamic_missed_bytes: int

@@ -292,8 +292,10 @@ class PlannedAddresses(Technique[Addresses]):
         work = self._work
         step = self.step
         asked = step.from_arena + step.mismatched + step.dynamic_missed
-        is_large = step.fallback_bytes > MISMATCHED_SHARE * (step.planned_bytes + step.fallback_bytes)
-        mismatched = step.mismatched > MISMATCHED_SHARE * asked or bool(step.unplanned and is_large)
+        served_bytes = step.planned_bytes + step.dynamic_bytes + step.reusable_bytes
+        missed_bytes = step.fallback_bytes - step.dynamic_missed_bytes
+        is_large = bool(step.unplanned) and missed_bytes > MISMATCHED_SHARE * (served_bytes + step.fallback_bytes)
+        mismatched = step.mismatched + step.exceeding > MISMATCHED_SHARE * asked or is_large
         work.mismatched_steps = work.mismatched_steps + 1 if mismatched else 0
         is_new = mismatched and has_unknown_sizes(work.serving.plan.problem, self._arena.inputs())
         if not (is_new or work.mismatched_steps >= MISMATCHED_STEPS) or work.steps < work.patience:

@@ -33,7 +33,8 @@ class Scaling:
     """The sizes of n requests as functions of the inputs: `base + factor * term`.
 
     Attributes:
-        terms: the terms; the first has no factors.
+        terms: the terms; the first has no factors. If requests follow from the inputs, each dimension that varied is in
+            one, although perhaps no request follows from it.
         term: index into `terms` of each request; CONSTANT or BOUNDED where the size is no such function. int64[n].
         base, factor: bytes; 0 where the size is no such function. int64[n].
         largest: the most bytes that each request had in any of the steps, int64[n].
@@ -64,6 +65,7 @@ class Fit:
     def __init__(self, count: int):
         self._terms: dict[Term, int] = {(): CONSTANT}
         self._term, self._base, self._factor = np.full(count, BOUNDED), *np.zeros((2, count), np.int64)
+        self._varied: set[int] = set()  # dimensions
 
     def add(self, rows: Sequence[np.ndarray], nbytes: np.ndarray, inputs: Sequence[Sequence[int]]) -> None:
         """Fit the bytes of k requests, which several micro-batches may make alike.
@@ -73,10 +75,11 @@ class Fit:
             nbytes: their bytes in several samples, each of one step and micro-batch; int64[samples, k].
             inputs: the input sizes of each sample, with as many dimensions.
         """
-        blocks = rounded_up(nbytes, BLOCK_BYTES)
+        blocks, sizes = rounded_up(nbytes, BLOCK_BYTES), np.array(inputs, np.int64)
+        self._varied |= set(np.flatnonzero((sizes != sizes[:1]).any(axis=0)).tolist())
         term, base, factor = np.full(nbytes.shape[1], BOUNDED), *np.zeros((2, nbytes.shape[1]), np.int64)
         term[(nbytes == nbytes[0]).all(axis=0)] = CONSTANT
-        for found, values in _terms(np.array(inputs, np.int64)):
+        for found, values in _terms(sizes):
             left = np.flatnonzero(term == BOUNDED)
             fit = _fit(nbytes[:, left], values)
             fits = fit[1] > 0
@@ -93,7 +96,9 @@ class Fit:
         Args:
             largest: the most bytes of each request in any step, int64[n].
         """
-        return Scaling(tuple(self._terms), self._term, self._base, self._factor, largest)
+        known = {dimension for term in self._terms for dimension in term}
+        others = [(dimension,) for dimension in sorted(self._varied - known)] if known else []
+        return Scaling((*self._terms, *others), self._term, self._base, self._factor, largest)
 
 
 def _terms(sizes: np.ndarray) -> list[tuple[Term, np.ndarray]]:

@@ -14,7 +14,7 @@ from hypothesis import given
 from torch import nn
 
 import memplug
-from memplug.arena.amending import MISSED_STEPS, MOST_GROWTH, Lack, Resized
+from memplug.arena.amending import MISSED_STEPS, MOST_GROWTH, Lack, Resized, has_unknown_sizes
 from memplug.arena.judge import judge_addresses
 from memplug.arena.plan import auto
 from memplug.arena.plan.changed import with_dynamic, with_lives
@@ -210,6 +210,7 @@ NOT_FREED = 2**31 - 1
         ([0, 1, 3, 2], [1, 2, 4, 4], {3: (3, 9)}),  # the last has come before the third, and lives from the second on
         ([0, 1, -1, 2], [1, 2, -1, 3], None),
         ([1, 2, 3, 0], [2, 3, 4, -1], {3: (0, 9)}),  # it had no block: only when it came is known
+        ([3, 0, 1, 2], [-1, 1, 3, 4], {0: (0, 8), 1: (3, 4)}),  # the first has come last
     ],
 )
 def test_lives_of_another_step_lengthen_those_of_the_plan(
@@ -236,7 +237,7 @@ def test_blocks_in_use_together_are_so_in_the_lengthened_plan(data: st.DataObjec
     came, freed = np.full(count, -1), np.full(count, -1)
     for at, request in enumerate(order):
         came[request] = at
-        freed[request] = data.draw(st.sampled_from([*range(at + 1, len(order) + 1), NOT_FREED]))
+        freed[request] = data.draw(st.sampled_from([-1, *range(at + 1, len(order) + 1), NOT_FREED]))
     changed = with_lives(Problem(buffers=table), np.arange(count), came, freed)
     found = table if changed is None else changed.buffers
     assert (found["lower"] <= table["lower"]).all() and (found["upper"] >= table["upper"]).all()
@@ -246,3 +247,22 @@ def test_blocks_in_use_together_are_so_in_the_lengthened_plan(data: st.DataObjec
                 assert max(found["lower"][[one, other]]) < min(found["upper"][[one, other]]), (one, other)
     if changed is not None:
         assert with_lives(changed, np.arange(count), came, freed) is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "unknown"),
+    [
+        (((1, 10, 3),), False),
+        (((1, 20, 3),), False),  # the second dimension varied among the recorded steps
+        (((2, 10, 3),), True),
+        (((2, 10),), False),  # another program's
+        (((1, 10, 3), (2, 10, 3)), False),  # of a micro-batch that was not recorded
+        ((), False),
+    ],
+)
+def test_input_sizes_are_unknown_where_all_recorded_steps_were_alike(
+    inputs: tuple[tuple[int, ...], ...], unknown: bool
+) -> None:
+    recorded = SimpleNamespace(input_sizes=((1, 10, 3),))
+    problem = SimpleNamespace(terms=((), (1,)), fingerprint=recorded)
+    assert has_unknown_sizes(problem, inputs) == unknown

@@ -23,7 +23,7 @@ The model is Hugging Face's Llama (6 layers, hidden size 128) or Mixtral (4 laye
 | safest | steps that ran at the safest setting, or without decisions |
 | longest | MiB, the most bytes in use at once in the longest recorded step |
 | arena | MiB reserved by the arena |
-| beside | MiB, the most that torch's allocator had in use at once in a step of the last half |
+| beside | MiB, the most that torch's allocator had in use in a step of the last half, beyond what stays in use |
 | over | the most of arena and beside in one such step, over the longest step's peak |
 | native, expandable | what torch's CUDA allocator reserves over that peak, simulated over the recorded steps in turn |
 | CPU time | of the last half's steps over those of keeping everything with torch's allocator, in the sum |

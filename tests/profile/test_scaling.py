@@ -72,6 +72,16 @@ def test_micro_batches_with_the_same_requests_are_fitted_together() -> None:
     assert found.factor.tolist() == [1000, 1000, 0, 0, 0]
 
 
+@pytest.mark.parametrize(("tokens", "terms"), [((10, 20), ((), (1,), (0,), (2,))), ((10, 10), ((),))])
+def test_dimensions_that_vary_are_terms_although_no_request_follows(
+    tokens: tuple[int, int], terms: tuple[tuple[int, ...], ...]
+) -> None:
+    fit = Fit(1)
+    nbytes = np.array([[1000 * tokens[0]], [1000 * tokens[1]]])
+    fit.add([np.array([0])], nbytes, [(5, tokens[0], 7, 3), (8, tokens[1], 9, 3)])
+    assert fit.scaling(np.zeros(1, np.int64)).terms == terms
+
+
 def test_requests_of_no_micro_batch_are_constant_or_bounded() -> None:
     fit = Fit(2)
     fit.add([np.array([0, 1])], np.array([[1000, 1000], [1000, 2000]]), [(), ()])

@@ -30,7 +30,8 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
   int64_t* missed = reuse == Reuse::WITHOUT_GRADIENTS ? &counters_.without_gradients : &counters_.unplanned;
   RequestKind kind{key_of(phase, layer), size, 0, NO_ROW};
   void* found = nullptr;
-  if (Row* row = spot != nullptr ? match(*spot, size, stream) : nullptr; row != nullptr) {
+  Row* const row = spot != nullptr ? match(*spot, size, stream) : nullptr;
+  if (row != nullptr) {
     missed = &counters_.occupied;
     const bool lasting = row->mark != nullptr && lasts(*row->mark);
     found = lasting ? nullptr : row->kept < 0 ? take_planned(*row, nbytes, stream) : take_kept(*row, nbytes, stream);
@@ -43,9 +44,6 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     kind = kind_of(static_cast<int32_t>(row - now_.rows.data()));
     found = row->spare >= 0 ? take_reusable(row->spare, kind, nbytes, stream) : nullptr;
     found = found == nullptr && annex_ != nullptr ? take_annex(kind, nbytes, stream) : found;
-    if (found != nullptr) {
-      now_.lifetimes.begin(static_cast<int32_t>(row - now_.rows.data()));
-    }
   } else if (spot != nullptr && spot->dynamic_begin < spot->dynamic_end) {
     if (lasts(kind)) {
       return leave_lasting();
@@ -58,12 +56,19 @@ void* Arena::request(int32_t phase, int32_t layer, size_t nbytes, Stream stream,
     return leave_lasting();
   } else if (reuse == Reuse::NOTHING && spot != nullptr) {
     note_unknown(*spot, size, stream);
-    counters_.exceeding += spot->exceeds;
-    // the planned addresses are no use to a step that is larger than planned, but their memory is
-    found = spot->exceeds ? serve_reusable(kind, nbytes, stream) : nullptr;
+    if (spot->exceeds) { // the planned addresses are no use to a larger step than planned, but their memory is
+      if (take_exceeding_kept(*spot, size)) {
+        return leave_lasting();
+      }
+      found = serve_reusable(kind, nbytes, stream);
+      counters_.exceeding += found != nullptr;
+    }
   }
   if (found == nullptr && reuse != Reuse::NOTHING) {
     found = serve_between(kind, nbytes, stream);
+  }
+  if (found != nullptr && row != nullptr) {
+    now_.lifetimes.begin(static_cast<int32_t>(row - now_.rows.data()));
   }
   if (found == nullptr) {
     if (missed == &counters_.dynamic_missed) {
@@ -155,6 +160,19 @@ Arena::Row* Arena::match(Spot& spot, int64_t size, Stream stream) {
     }
   }
   return nullptr;
+}
+
+// Returns whether this size is that of a request that outlives the step and is larger than planned. Each such request
+// comes once in a step.
+bool Arena::take_exceeding_kept(const Spot& spot, int64_t size) {
+  for (int32_t at = spot.begin; at < spot.end; ++at) {
+    Row& row = now_.rows[at];
+    if (row.kept >= 0 && row.size == size && size > row.most && row.served_in != step_) {
+      row.served_in = step_;
+      return true;
+    }
+  }
+  return false;
 }
 
 // Returns whether `stream` is the plan's stream `number`. A number is bound to the first stream that is compared with
@@ -253,7 +271,7 @@ bool Arena::give_back(void* pointer) {
     } else if (const Other* const other = others_.find(begin); other != nullptr) {
       part->holes.give_back(begin - part->begin, other->end - part->begin);
       note_end(*other);
-      if (const int32_t row = row_of(other->kind); row != NO_ROW) {
+      if (const int32_t row = other->steps == 0 ? row_of(other->kind) : NO_ROW; row != NO_ROW) {
         now_.lifetimes.end(row);
       }
       take_in(*part, begin, other->end, other->nbytes, other->stream, other->wanted, is_only_stream(other->stream));

@@ -112,7 +112,8 @@ struct ArenaPlan {
 
 // Whether a request that the plan does not know may use reusable space.
 enum class Reuse {
-  NOTHING, // no: it is part of a forward or backward with gradients, or of the optimizer
+  NOTHING, // no: it is part of a forward or backward with gradients (unless its inputs exceed the plan's), or of the
+           // optimizer
   BETWEEN, // yes: it comes between two passes
   WITHOUT_GRADIENTS, // yes: it belongs to a pass without gradients, such as a validation
 };
@@ -335,6 +336,7 @@ class Arena {
   Spot* spot_of(int32_t phase, int32_t layer);
   void scale(Spot& spot);
   Row* match(Spot& spot, int64_t size, Stream stream);
+  bool take_exceeding_kept(const Spot& spot, int64_t size);
   void note_unknown(const Spot& spot, int64_t size, Stream stream);
   bool is_stream(int32_t number, Stream stream);
   bool is_only_stream(Stream stream) const;

@@ -14,8 +14,8 @@ struct ArenaCounters {
   // served from other reusable space or the annex: they were unplanned, or their planned address was in use
   int64_t reusable = 0;
   int64_t reusable_bytes = 0;
+  int64_t exceeding = 0; // of these: not in the plan, and made by a pass whose inputs are larger than planned
   int64_t unplanned = 0; // left to the native allocator: the plan has no such request
-  int64_t exceeding = 0; // not in the plan, and made by a pass whose inputs are larger than planned
   int64_t occupied = 0; // left to the native allocator: the planned address was in use
   int64_t dynamic_missed = 0; // left to the native allocator: no reusable space of the group was large enough
   int64_t dynamic_missed_bytes = 0;
@@ -67,8 +67,8 @@ inline constexpr ArenaCounter ARENA_COUNTERS[] = {
     {"dynamic_bytes", &ArenaCounters::dynamic_bytes},
     {"reusable", &ArenaCounters::reusable},
     {"reusable_bytes", &ArenaCounters::reusable_bytes},
-    {"unplanned", &ArenaCounters::unplanned},
     {"exceeding", &ArenaCounters::exceeding},
+    {"unplanned", &ArenaCounters::unplanned},
     {"occupied", &ArenaCounters::occupied},
     {"dynamic_missed", &ArenaCounters::dynamic_missed},
     {"dynamic_missed_bytes", &ArenaCounters::dynamic_missed_bytes},

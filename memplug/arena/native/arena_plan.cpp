@@ -94,6 +94,7 @@ bool Arena::turn(int64_t number) {
   }
   park();
   now_ = std::move(found->second);
+  now_.lifetimes.begin_step();
   parked_.erase(found);
   build_slots();
   if (now_.marked != marks_changed_) {

@@ -32,7 +32,7 @@ class Lifetimes {
     freed_[request] = STILL_IN_USE;
   }
 
-  // Notes that the request's block is freed. Does nothing if the block is from an earlier step.
+  // Notes that the request's block of this step is freed.
   void end(int32_t request) {
     freed_[request] = freed_[request] == STILL_IN_USE ? count_ : freed_[request];
   }

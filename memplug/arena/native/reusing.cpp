@@ -111,8 +111,8 @@ void* Arena::take_reusable(int32_t group, const RequestKind& kind, size_t nbytes
   return offset < 0 ? nullptr : take_other(*reused_, offset, kind, nbytes, stream, now_.plan.crosses[group]);
 }
 
-// Serves a request outside of the program, such as one of a validation or of data loading. Prefers the bytes that the
-// plan needs last, and then the highest free bytes.
+// Serves a request that the plan does not have, such as one of a validation or of data loading, or of a larger step than
+// planned. Prefers the bytes that the plan needs last, and then the highest free bytes.
 void* Arena::serve_reusable(const RequestKind& kind, size_t nbytes, Stream stream) {
   if (reused_ == nullptr || !is_stream(0, stream)) {
     return nullptr;

@@ -27,8 +27,8 @@ def with_more_room(problem: Problem, share: float) -> Problem:
 def with_longer(problem: Problem, inputs: Inputs, margin_bytes: int = 0) -> Problem | None:
     """Return the problem of a step with larger inputs; None: its requests have no more bytes than planned.
 
-    A buffer whose size is no function of the inputs grows as all others of its micro-batch do together, or between two
-    passes, as those of the next one if these grow more. A room grows as the largest micro-batch does.
+    A buffer whose size is no function of the inputs grows by the total growth of its micro-batch; between two passes,
+    by that of the next one if it is larger. A room grows as the largest micro-batch does.
 
     Args:
         problem: whose sizes follow from the inputs.
@@ -111,7 +111,7 @@ def _joined(groups: Sequence[DynamicSpace], table: np.ndarray) -> tuple[DynamicS
 
 
 def with_lives(problem: Problem, rows: np.ndarray, came: np.ndarray, freed: np.ndarray) -> Problem | None:
-    """Return the problem with buffers that live as they did in another step too; None: they do already.
+    """Return the problem with buffers that live as they did in another step too; None if nothing changes.
 
     Requests of the other step may have come in another order. The longest increasing subsequence, of requests that kept
     to the problem's order, is the clock; the others' lives are lengthened until they are in use whenever they were.
@@ -133,6 +133,7 @@ def with_lives(problem: Problem, rows: np.ndarray, came: np.ndarray, freed: np.n
     clock[keeps + 1] = times[in_turn[keeps]]
     clock = np.maximum.accumulate(clock)
     table["lower"][in_turn] = np.minimum(table["lower"][in_turn], clock[1:])
+    table["upper"][in_turn] = np.maximum(table["upper"][in_turn], clock[1:] + 1)
     upper = np.where(freed < len(clock), clock[np.minimum(freed, len(in_turn))] + 1, end)
     table["upper"][rows] = np.maximum(table["upper"][rows], np.where(freed < 0, 0, upper))
     return replace(problem, buffers=table) if (table != problem.buffers).any() else None
@@ -140,6 +141,8 @@ def with_lives(problem: Problem, rows: np.ndarray, came: np.ndarray, freed: np.n
 
 def _increasing(values: np.ndarray) -> np.ndarray:
     """Return the indices of a longest increasing subsequence. int64."""
+    if (np.diff(values) > 0).all():
+        return np.arange(len(values))
     least: list[int] = []  # by length, the least last value of the subsequences so far
     last: list[int] = []  # its index
     before = np.full(len(values), -1)
